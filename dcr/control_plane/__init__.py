@@ -1,0 +1,1 @@
+"""Where the commit record is kept, and what stands beside it."""

@@ -1,0 +1,1 @@
+"""From tensors to the changed set, to payload bytes, to resident bits: no sockets."""

@@ -1,0 +1,1 @@
+"""Payload bytes from owners to rollout nodes."""

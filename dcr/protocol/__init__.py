@@ -1,0 +1,1 @@
+"""The refit protocol as pure state machines: no torch, no sockets, no clock, no threads."""

@@ -1,0 +1,1 @@
+"""Receivers inside real serving runtimes."""

@@ -1,0 +1,1 @@
+"""The imperative shell: processes that carry out the effects of the protocol roles."""

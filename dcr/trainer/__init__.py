@@ -1,0 +1,1 @@
+"""Owners inside real trainers."""
