@@ -76,9 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def identity(self, sequence: int) -> PayloadIdentity:
         """The identity of the payload with this sequence number."""
-        return PayloadIdentity(
-            self.record_id, self.target, self.epoch, self.owner, self.owner_incarnation, sequence
-        )
+        return PayloadIdentity(self.record_id, self.target, self.epoch, self.owner, self.owner_incarnation, sequence)
 
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the manifest's canonical bytes."""

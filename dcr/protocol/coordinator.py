@@ -1,0 +1,699 @@
+"""The coordinator: drives attempts and restores, and is the only writer of K while it leads (paper section 6.3)."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
+from dcr.protocol.fleet import Engine, Fleet
+from dcr.protocol.identity import Base, Kind
+from dcr.protocol.messages import (
+    CONTROL_VERSION,
+    Acknowledged,
+    AttemptFailed,
+    CandidateReady,
+    Emit,
+    EmitFailed,
+    Fold,
+    Folded,
+    Join,
+    MemberReport,
+    OpenApply,
+    Outcome,
+    OwnerJoin,
+    OwnerReport,
+    Prepare,
+    Prepared,
+    Published,
+    Refuse,
+    Sealed,
+    Serving,
+    StorageState,
+)
+from dcr.protocol.receiver import admits
+from dcr.protocol.record import CommitRecord, Member, OpenTransition, OwnerRef
+from dcr.protocol.session import Session, digest_sum
+from dcr.protocol.step import Step
+
+# ---------------------------------------------------------------- state
+
+
+class Phase(enum.StrEnum):
+    """What the coordinator is waiting for."""
+
+    STARTING = "starting"
+    IDLE = "idle"
+    WRITING = "writing"
+    ATTEMPT = "attempt"
+    FOLDING = "folding"
+    RESTORING = "restoring"
+    FATAL = "fatal"
+
+
+@dataclass
+class _OwnerSeat:
+    incarnation: int = 0
+    connected: bool = False
+    baseline_digest: str = ""
+    ready: int = 0
+
+
+class Coordinator:
+    """The one leader of a record.
+
+    The synchronous schedule of one transition::
+
+        CandidateReady of every owner
+        OpenAttempt   CAS: epoch + 1, the attempt is counted            -> Prepare to members, Emit to owners
+        all Prepared                                                    -> OpenApply to members
+        all Sealed, all Acknowledged with the root over the manifests
+        Commit        CAS from the revision that OpenAttempt made       -> Published to members, Fold to owners
+        all Folded                                                      -> Outcome to owners
+
+    Whatever goes wrong before the commit fails the attempt; the next one is absolute, with whoever is left.  Between
+    transitions engines that hold no version are restored and admitted.
+
+    Args:
+        record_id: the record to lead.
+        leader: this coordinator's name, new with every start.
+        owners: names of all owners.
+        wire_version: version of the payload format.
+        operations: relative operations this trainer can emit, the preferred one first.
+        members_min: fewest members a commit needs.
+        attempts_max: attempts of one push before the transition stops.
+        restores_max: failed restores of one incarnation before it is refused.
+    """
+
+    def __init__(
+        self,
+        record_id: str,
+        leader: str,
+        owners: Iterable[str],
+        *,
+        wire_version: int,
+        operations: tuple[str, ...] = ("add", "xor"),
+        members_min: int = 1,
+        attempts_max: int = 4,
+        restores_max: int = 3,
+    ) -> None:
+        assert members_min >= 1
+        assert attempts_max >= 1
+        self.record_id = record_id
+        self.leader = leader
+        self.members_min = members_min
+        self.attempts_max = attempts_max
+        self.restores_max = restores_max
+        self.phase = Phase.STARTING
+        self.record: CommitRecord | None = None
+        self.revision: int | None = None
+        self._owners = {name: _OwnerSeat() for name in owners}
+        self.fleet = Fleet(wire_version, operations)
+        self._session: Session | None = None
+        self._write: WriteRecord | None = None
+        self._rewrites = 0
+        self._operations_made = 0
+        self._timer = 0
+        self._waiting = ("", 0)
+        self._pushes = 0
+        self._budget_from: int | None = None  # attempts in K when the push in progress began
+        self._candidate = ""
+        self._failures: list[str] = []
+        self._abandoning = False
+        self._dense_only = False
+
+    # ------------------------------------------------------------ reports of owners
+
+    def owner_report(self, report: OwnerReport) -> list[Effect]:
+        """Take an owner's report; reports of older incarnations are ignored."""
+        seat = self._owners.get(report.owner)
+        if seat is None or self.phase is Phase.FATAL:
+            return []
+        if isinstance(report, OwnerJoin):
+            return self._owner_joined(seat, report)
+        if report.incarnation != seat.incarnation:
+            return []
+        match report:
+            case CandidateReady():
+                seat.ready = report.push
+                return self._proceed()
+            case Sealed():
+                return self._sealed(report)
+            case EmitFailed():
+                return self._emit_failed(report)
+            case Folded():
+                return self._folded(seat, report)
+
+    def owner_lost(self, owner: str, incarnation: int) -> list[Effect]:
+        """An owner's connection ended."""
+        seat = self._owners[owner]
+        if seat.incarnation != incarnation or not seat.connected:
+            return []
+        seat.connected = False
+        if self._session is None or self.phase is Phase.WRITING:
+            return []
+        if self.phase is Phase.FOLDING:
+            return []  # it may come back and fold; the time-out decides
+        return self._session_failed(f"owner {owner} was lost")
+
+    def _owner_joined(self, seat: _OwnerSeat, report: OwnerJoin) -> list[Effect]:
+        if report.control_version != CONTROL_VERSION:
+            return self._fatal(
+                f"{report.owner} speaks control version {report.control_version}, this coordinator {CONTROL_VERSION}: "
+                "run the same version of dcr on every training rank"
+            )
+        restarted = seat.incarnation not in (0, report.incarnation)
+        seat.incarnation = report.incarnation
+        seat.connected = True
+        seat.baseline_digest = report.baseline_digest
+        if restarted:
+            seat.ready = 0
+        if self.phase is Phase.STARTING and self.record is None and self._write is None:
+            return [ReadRecord()] if all(s.connected for s in self._owners.values()) else []
+        effects: list[Effect] = []
+        if restarted and self._session is not None and self.phase in (Phase.ATTEMPT, Phase.RESTORING):
+            effects = self._session_failed(f"owner {report.owner} restarted")
+        elif self.phase is Phase.FOLDING and self._session is not None:
+            if restarted:
+                effects = self._fold_ended(report.owner, "it restarted before its baseline was folded")
+            elif report.owner not in self._session.folded:
+                effects = [SendOwner(report.owner, Fold(self.record_id, self._session.epoch))]
+        return effects + self._proceed()
+
+    # ------------------------------------------------------------ reports of members
+
+    def member_report(self, report: MemberReport) -> list[Effect]:
+        """Take a member's report; reports of older incarnations are ignored."""
+        if self.phase is Phase.FATAL:
+            return []
+        if isinstance(report, Join):
+            return self._joined(report)
+        engine = self.fleet.of(Member(report.engine, report.incarnation))
+        if engine is None:
+            return []
+        engine.silent = False
+        match report:
+            case Prepared():
+                return self._prepared(engine, report)
+            case Acknowledged():
+                return self._acknowledged(report)
+            case AttemptFailed():
+                return self._member_failed(engine, report)
+            case Serving():
+                return [Step(self.leader, "MemberServes", report.epoch, f"{report.engine} at {report.version}")]
+
+    def member_lost(self, engine: str, incarnation: int) -> list[Effect]:
+        """An engine's connection ended."""
+        e = self.fleet.of(Member(engine, incarnation))
+        if e is None or not e.connected:
+            return []
+        e.connected = False
+        return self._out_of_session(e.member, "was lost")
+
+    def _joined(self, report: Join) -> list[Effect]:
+        old = self.fleet.engines.get(report.engine)
+        effects: list[Effect] = []
+        if old is not None and old.join.incarnation != report.incarnation:
+            effects += self._out_of_session(old.member, "restarted")
+        e = self.fleet.join(report)
+        return [*effects, *self._tell_refused([e]), *self._proceed()]
+
+    def _tell_refused(self, engines: Iterable[Engine]) -> list[Effect]:
+        effects: list[Effect] = []
+        for e in engines:
+            if e.refused:
+                effects.append(Step(self.leader, "RefuseMember", self._epoch, f"{e.join.engine}: {e.refused}"))
+                effects.append(SendMember(e.join.engine, Refuse(self.record_id, self._epoch, e.refused)))
+        return effects
+
+    # ------------------------------------------------------------ the control plane's answers
+
+    def record_read(self, revision: int | None, record: CommitRecord | None, operation_id: str) -> list[Effect]:
+        """K was read: at the start, or to resolve a write of unknown outcome (DESIGN D3).
+
+        Args:
+            revision: K's revision; None if K is absent.
+            record: K; None if absent.
+            operation_id: the operation that made this revision.
+        """
+        w = self._write
+        if w is not None:
+            if operation_id == w.operation_id and revision is not None:
+                return self.written(w.operation_id, revision)
+            if revision == w.expected_revision:
+                # The old revision proves nothing: our write may still be on its way.  The same compare-and-set again
+                # settles it, for only one of the two can take effect.
+                self._rewrites += 1
+                if self._rewrites > self.attempts_max:
+                    return self._fatal("the control plane leaves the outcome of a write open again and again")
+                return [w]
+            return self._fatal(f"another leader wrote K (now revision {revision}): this one leads no more")
+        if self.phase is not Phase.STARTING:
+            return []
+        if record is None:
+            total = self._baseline_total()
+            if not total:
+                return self._fatal("version 0 cannot be created: an owner has no baseline")
+            return self._cas(CommitRecord.create(self.record_id, self.leader, total), "CreateRecord")
+        self.record, self.revision = record, revision
+        return self._cas(record.take_over(self.leader), "TakeOver")
+
+    def written(self, operation_id: str, revision: int) -> list[Effect]:
+        """Our compare-and-set took effect."""
+        w = self._write
+        if w is None or w.operation_id != operation_id:
+            return []
+        self._write, self._rewrites = None, 0
+        self.record, self.revision = w.record, revision
+        step = Step(self.leader, w.reason, w.record.epoch)
+        match w.reason:
+            case "CreateRecord" | "Admit" | "Abandon":
+                self.phase = Phase.IDLE
+                return [step, *self._publish(), *self._proceed()]
+            case "TakeOver":
+                if w.record.open is not None:
+                    # The candidate died with the process that held it (DESIGN D17).
+                    return [step, *self._cas(w.record.abandon(), "Abandon")]
+                self.phase = Phase.IDLE
+                return [step, *self._publish(), *self._proceed()]
+            case "Stop":
+                self.phase = Phase.IDLE
+                return [step, *self._publish(), *self._push_over(self._why_stopped())]
+            case "OpenAttempt":
+                self.phase = Phase.ATTEMPT
+                return [step, *self._start_session()]
+            case "OpenRestore":
+                self.phase = Phase.RESTORING
+                return [step, *self._start_session()]
+            case "Commit":
+                self.phase = Phase.FOLDING
+                return [step, *self._committed()]
+            case _:
+                raise AssertionError(w.reason)
+
+    def conflict(self, operation_id: str, revision: int | None, stored_operation_id: str) -> list[Effect]:
+        """K is not at the revision that our compare-and-set expected."""
+        w = self._write
+        if w is None or w.operation_id != operation_id:
+            return []
+        if stored_operation_id == operation_id and revision is not None:
+            return self.written(operation_id, revision)  # it was our own write, whose answer was lost
+        return self._fatal(f"another leader wrote K (now revision {revision}): this one leads no more")
+
+    def unknown(self, operation_id: str) -> list[Effect]:
+        """Our compare-and-set may or may not have taken effect: read K back (DESIGN D3)."""
+        if self._write is None or self._write.operation_id != operation_id:
+            return []
+        return [Step(self.leader, "ReadBack", self._epoch, operation_id), ReadRecord()]
+
+    # ------------------------------------------------------------ time
+
+    def expired(self, number: int) -> list[Effect]:
+        """The timer that was started under this number ran out."""
+        if number != self._timer or self.phase is Phase.FATAL:
+            return []
+        s = self._session
+        if self.phase is Phase.ATTEMPT and s is not None:
+            return self._session_failed(self._why_late(s))
+        if self.phase is Phase.RESTORING and s is not None:
+            return self._session_failed(f"time-out: restore of epoch {s.epoch} did not end")
+        if self.phase is Phase.FOLDING and s is not None:
+            late = [o for o in self._owners if o not in s.folded]
+            effects: list[Effect] = []
+            for owner in late:
+                self._owners[owner].baseline_digest = ""
+                effects += self._fold_ended(owner, "time-out: no answer to the order to fold")
+            return effects
+        if self.phase is Phase.IDLE and self._ready():
+            assert self.record is not None
+            missing = [o for o, seat in self._owners.items() if not seat.connected]
+            what = f"owners {', '.join(missing)}" if missing else f"{self.members_min} member(s)"
+            self._failures.append(f"time-out: waited for {what}")
+            if self.record.open is not None and not self.record.open.stopped:
+                return self._cas(self.record.stop(), "Stop")
+            return self._push_over(self._failures[-1])
+        return []
+
+    # ------------------------------------------------------------ what to do next
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self.record is None else self.record.epoch
+
+    def _ready(self) -> bool:
+        return all(seat.ready for seat in self._owners.values())
+
+    def _baseline_total(self) -> str:
+        return digest_sum([seat.baseline_digest for seat in self._owners.values()])
+
+    @property
+    def _baseline_held(self) -> bool:
+        assert self.record is not None
+        return self._baseline_total() == self.record.baseline_id
+
+    def _proceed(self) -> list[Effect]:
+        """Start whatever is due, if nothing is under way."""
+        if self.phase is not Phase.IDLE or self.record is None:
+            return []
+        if self._abandoning:
+            self._abandoning = False
+            if self.record.open is not None:
+                return self._cas(self.record.abandon(), "Abandon")
+        if self._ready():
+            return self._open_attempt()
+        return self._take_in() if self.record.open is None else []
+
+    def _take_in(self) -> list[Effect]:
+        """Admit engines that hold the committed version; restore those that do not (DESIGN D15)."""
+        assert self.record is not None
+        joining = self.fleet.joining(self.record)
+        holding = tuple(e.member for e in joining if e.holds_committed(self.record))
+        if holding:
+            return self._cas(self.record.admit(holding), "Admit")
+        if joining and self._baseline_held and all(s.connected for s in self._owners.values()):
+            return self._open_restore(joining)
+        return []
+
+    def _base(self, kind: Kind) -> Base:
+        assert self.record is not None
+        held = "" if kind is Kind.DENSE else self.record.baseline_id
+        return Base(kind, self.record.version, held, "" if kind is Kind.RESTORE else self._candidate)
+
+    # ------------------------------------------------------------ attempts
+
+    def _open_attempt(self) -> list[Effect]:
+        assert self.record is not None
+        k, tr = self.record, self.record.open
+        counted = 0 if tr is None else tr.attempts
+        if self._budget_from is None:
+            self._budget_from = counted
+            self._failures = []
+            self._pushes += 1
+            self._candidate = f"v{k.version + 1}-{self.leader}-{self._pushes}" if tr is None else tr.candidate
+        if counted - self._budget_from >= self.attempts_max:
+            return self._cas(k.stop(), "Stop")
+        if not all(seat.connected for seat in self._owners.values()):
+            return self._wait("owners")
+        chosen = self._choose_kind(counted)
+        if chosen is None:
+            # Too few engines: restore some first, if there are any to restore, or wait for one to come.
+            return (self._take_in() if tr is None else []) or self._wait("members")
+        base, engines = chosen
+        operations = self.fleet.common_operations(engines)
+        last = self._session
+        found = "" if last is None or last.restore else last.content_digest
+        transition = OpenTransition(
+            target=k.version + 1,
+            candidate=self._candidate,
+            attempts=counted + 1,
+            kind=base.kind,
+            owners=tuple(OwnerRef(name, seat.incarnation) for name, seat in sorted(self._owners.items())),
+            wire_version=self.fleet.wire_version,
+            operations=operations,
+            content_digest="" if tr is None else tr.content_digest or found,
+        )
+        refs = tuple(e.member for e in engines)
+        evicted = [m for m in k.members if m not in refs]
+        record = k.open_attempt(transition, refs)
+        operation = operations[0] if base.kind is Kind.RELATIVE else "set"
+        self._session = self._new_session(record.epoch, base, transition.target, engines, operation, counted + 1)
+        steps = [Step(self.leader, "Evict", record.epoch, f"{m.engine} ({m.incarnation})") for m in evicted]
+        return [*steps, *self._cas(record, "OpenAttempt")]
+
+    def _new_session(
+        self, epoch: int, base: Base, target: int, engines: list[Engine], operation: str, attempt: int
+    ) -> Session:
+        owners = tuple(OwnerRef(name, seat.incarnation) for name, seat in sorted(self._owners.items()))
+        set_only = tuple(sorted({name for e in engines for name in e.join.set_only}))
+        return Session(epoch, base, target, attempt, {e.member for e in engines}, owners, operation, set_only)
+
+    def _choose_kind(self, attempts: int) -> tuple[Base, list[Engine]] | None:
+        """The cheapest kind that enough engines admit (DESIGN D4); None if there are not enough engines."""
+        assert self.record is not None
+        kinds = [Kind.RELATIVE] if attempts == 0 else [Kind.ABSOLUTE, Kind.DENSE]
+        if not self._baseline_held or self._dense_only:
+            kinds = [Kind.DENSE]
+        for kind in kinds:
+            base = self._base(kind)
+            engines = self.fleet.admitting(self.record, base)
+            if len(engines) >= self.members_min:
+                return base, engines
+        return None
+
+    def _start_session(self) -> list[Effect]:
+        s = self._session
+        assert s is not None
+        prepare = Prepare(self.record_id, s.epoch, s.target, s.base, s.owners)
+        emit = Emit(self.record_id, s.epoch, s.target, s.base, s.operation, s.set_only)
+        effects = self._start_timer("restore" if s.restore else "prepare")
+        effects += [SendMember(m.engine, prepare) for m in sorted(s.members)]
+        return effects + [SendOwner(o.owner, emit) for o in s.owners]
+
+    def _in_session(self, epoch: int) -> Session | None:
+        s = self._session
+        if s is None or s.epoch != epoch or self.phase not in (Phase.ATTEMPT, Phase.RESTORING):
+            return None
+        return s
+
+    def _prepared(self, engine: Engine, report: Prepared) -> list[Effect]:
+        engine.state = report.state
+        s = self._in_session(report.epoch)
+        m = Member(report.engine, report.incarnation)
+        if s is None or m not in s.members:
+            return []
+        assert self.record is not None
+        if not admits(engine.seen(self.record), s.base):
+            return self._out_of_session(m, f"cannot take a {s.base.kind.value} attempt: it holds {report.state}")
+        s.prepared.add(m)
+        return self._open_apply(s)
+
+    def _open_apply(self, s: Session) -> list[Effect]:
+        if s.applying or s.prepared != s.members:
+            return []
+        s.applying = True
+        effects: list[Effect] = [Step(self.leader, "OrderOpenApply", s.epoch)]
+        if not s.restore:
+            effects += self._start_timer("ack")
+        order = OpenApply(self.record_id, s.epoch)
+        return effects + [SendMember(m.engine, order) for m in sorted(s.members)]
+
+    def _sealed(self, report: Sealed) -> list[Effect]:
+        s = self._in_session(report.epoch)
+        if s is None or report.owner in s.sealed:
+            return []
+        s.sealed[report.owner] = report
+        s.took(report.seconds)
+        tr = None if self.record is None else self.record.open
+        if tr is not None and tr.content_digest and s.content_digest not in ("", tr.content_digest):
+            reason = "candidate changed: this attempt found other content than the one before"
+            return self._session_failed(reason, fatal=True)
+        return self._complete(s)
+
+    def _acknowledged(self, report: Acknowledged) -> list[Effect]:
+        s = self._in_session(report.epoch)
+        m = Member(report.engine, report.incarnation)
+        if s is None or m not in s.members or not s.applying:
+            return []
+        s.roots[m] = report.manifest_root
+        s.took(report.seconds)
+        return self._complete(s)
+
+    def _complete(self, s: Session) -> list[Effect]:
+        assert self.record is not None
+        if not s.complete:
+            return []
+        wrong = sorted(m for m, root in s.roots.items() if root != s.root)
+        if wrong:
+            return self._out_of_session(wrong[0], "acknowledged other manifests than the owners sealed")
+        if s.restore:
+            for m in s.members:
+                e = self.fleet.engines[m.engine]
+                e.state, e.restore_failures = StorageState(s.target, s.base.baseline_id, ()), 0
+            self._session = None
+            return self._cas(self.record.admit(tuple(sorted(s.members))), "Admit")
+        operation_id = self._next_operation()
+        return self._cas(self.record.commit(s.content_digest, s.root, operation_id), "Commit", operation_id)
+
+    # ------------------------------------------------------------ failures
+
+    def _member_failed(self, engine: Engine, report: AttemptFailed) -> list[Effect]:
+        engine.state = report.state
+        return self._out_of_session(Member(report.engine, report.incarnation), report.reason, report.epoch)
+
+    def _out_of_session(self, m: Member, reason: str, epoch: int | None = None) -> list[Effect]:
+        """A member can no longer take part: an attempt fails by it, a restore goes on without it."""
+        s = self._session
+        if s is None or m not in s.members or self.phase not in (Phase.ATTEMPT, Phase.RESTORING):
+            return []
+        if epoch is not None and epoch != s.epoch:
+            return []
+        if self.phase is Phase.ATTEMPT:
+            return self._session_failed(f"{m.engine} {reason}")
+        self._restore_failed(m, reason)
+        s.drop(m)
+        step = Step(self.leader, "RestoreFailed", s.epoch, f"{m.engine}: {reason}")
+        if not s.members:
+            return [step, *self._session_failed("no engine is left in the restore")]
+        return [step, *self._open_apply(s), *self._complete(s)]
+
+    def _restore_failed(self, m: Member, reason: str) -> None:
+        e = self.fleet.of(m)
+        if e is None:
+            return
+        e.restore_failures += 1
+        if e.restore_failures >= self.restores_max:
+            e.refused = f"its restore failed {e.restore_failures} times, last: {reason}"
+
+    def _why_late(self, s: Session) -> str:
+        """Why a time-out ran out; members that let it pass, with nobody else to blame, count as silent."""
+        waiting = sorted(s.members - (set(s.roots) if s.applying else s.prepared))
+        names = ", ".join(m.engine for m in waiting)
+        if not s.applying:
+            reason = f"time-out: {names} did not prepare epoch {s.epoch}"
+        elif s.unsealed:
+            return f"time-out: {', '.join(s.unsealed)} did not seal epoch {s.epoch}"
+        else:
+            reason = f"time-out: {names} did not acknowledge epoch {s.epoch}"
+        for m in waiting:
+            self.fleet.engines[m.engine].silent = True
+        return reason
+
+    def _emit_failed(self, report: EmitFailed) -> list[Effect]:
+        if self._in_session(report.epoch) is None:
+            return []
+        return self._session_failed(report.reason, fatal=report.fatal)
+
+    def _session_failed(self, reason: str, *, fatal: bool = False) -> list[Effect]:
+        s = self._session
+        assert s is not None
+        assert self.record is not None
+        if s.restore:
+            for m in sorted(s.members):
+                self._restore_failed(m, reason)
+            told = self._tell_refused([self.fleet.engines[m.engine] for m in sorted(s.members)])
+            self._session = None
+            self.phase = Phase.IDLE
+            return [Step(self.leader, "EndRestore", s.epoch, reason), *told, *self._proceed()]
+        self._failures.append(f"attempt of epoch {s.epoch} ({s.base.kind.value}): {reason}")
+        self.phase = Phase.IDLE
+        step = Step(self.leader, "AttemptFailed", s.epoch, reason)
+        return [step, *(self._cas(self.record.stop(), "Stop") if fatal else self._proceed())]
+
+    def _why_stopped(self) -> str:
+        return (
+            "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
+            "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
+            f"What happened: {'; '.join(self._failures[-8:])}"
+        )
+
+    # ------------------------------------------------------------ after the commit
+
+    def _committed(self) -> list[Effect]:
+        s = self._session
+        assert s is not None
+        assert self.record is not None
+        for m in s.members:
+            self.fleet.engines[m.engine].state = StorageState(self.record.version, self.record.baseline_id, ())
+        fold = Fold(self.record_id, s.epoch)
+        effects = self._publish() + self._start_timer("fold")
+        return effects + [SendOwner(o.owner, fold) for o in s.owners]
+
+    def _publish(self) -> list[Effect]:
+        """Publish: K has changed; whoever needs to know reads it."""
+        order = Published(self.record_id, self._epoch)
+        return [SendMember(name, order) for name, e in sorted(self.fleet.engines.items()) if e.connected]
+
+    def _folded(self, seat: _OwnerSeat, report: Folded) -> list[Effect]:
+        s = self._session
+        if s is None or self.phase is not Phase.FOLDING or report.epoch != s.epoch:
+            return []
+        seat.baseline_digest = report.baseline_digest
+        s.took(report.seconds)
+        return self._fold_ended(report.owner, report.reason)
+
+    def _fold_ended(self, owner: str, reason: str) -> list[Effect]:
+        s = self._session
+        assert s is not None
+        if owner in s.folded:
+            return []
+        s.folded.add(owner)
+        if reason:
+            self._failures.append(f"{owner} lost its baseline: {reason}")
+        if s.folded != set(self._owners):
+            return []
+        self.phase = Phase.IDLE
+        return [Step(self.leader, "FinishTransition", s.epoch), *self._push_over("")]
+
+    def _push_over(self, error: str) -> list[Effect]:
+        """Tell every owner how the push ended, and go on to what waited meanwhile."""
+        assert self.record is not None
+        s = self._session
+        epoch = self.record.epoch if s is None else s.epoch
+        summary: dict[str, float | int | str | list[str]] = {"failures": list(self._failures)}
+        if s is not None and not error:
+            committed = self.record.committed
+            assert committed is not None
+            sealed = list(s.sealed.values())
+            summary |= {
+                "kind": s.base.kind.value,
+                "attempts": s.attempt - (self._budget_from or 0),
+                "members": [m.engine for m in committed.members],
+                "changed_entries": sum(r.changed_entries for r in sealed),
+                "elements": sum(r.owned_elements for r in sealed),
+                "payloads": sum(r.payloads for r in sealed),
+                "payload_bytes": sum(r.payload_bytes for r in sealed),
+                **{f"seconds_{k}": v for k, v in sorted(s.seconds.items())},
+            }
+        outcome = Outcome(self.record_id, epoch, self.record.version, self._candidate, error, summary)
+        self._session = None
+        self._budget_from = None
+        self._dense_only = False
+        for seat in self._owners.values():
+            seat.ready = 0
+        return [*(SendOwner(o, outcome) for o in sorted(self._owners)), *self._proceed()]
+
+    # ------------------------------------------------------------ restores
+
+    def _open_restore(self, joining: list[Engine]) -> list[Effect]:
+        assert self.record is not None
+        record = self.record.open_restore()
+        self._session = self._new_session(record.epoch, self._base(Kind.RESTORE), record.version, joining, "set", 0)
+        return self._cas(record, "OpenRestore")
+
+    # ------------------------------------------------------------ the operator
+
+    def abandon(self) -> list[Effect]:
+        """Abandon a stopped transition as soon as nothing is under way; torn members are then restored (D17)."""
+        self._abandoning = True
+        return self._proceed()
+
+    def dense_next(self) -> None:
+        """The operator orders the attempts of the next push to be dense (DESIGN D14)."""
+        self._dense_only = True
+
+    # ------------------------------------------------------------ inside
+
+    def _next_operation(self) -> str:
+        self._operations_made += 1
+        return f"{self.leader}-{self._operations_made}"
+
+    def _cas(self, record: CommitRecord, reason: str, operation_id: str = "") -> list[Effect]:
+        assert self._write is None
+        self.phase = Phase.WRITING
+        self._write = WriteRecord(record, self.revision, operation_id or self._next_operation(), reason)
+        return [self._write]
+
+    def _wait(self, name: str) -> list[Effect]:
+        """Wait idly for somebody to come; whoever comes does not prolong the wait for the others."""
+        if self._waiting == (name, self._timer):
+            return []
+        effects = self._start_timer(name)
+        self._waiting = (name, self._timer)
+        return effects
+
+    def _start_timer(self, name: str) -> list[Effect]:
+        self._timer += 1
+        return [StartTimer(name, self._timer)]
+
+    def _fatal(self, reason: str) -> list[Effect]:
+        self.phase = Phase.FATAL
+        return [Step(self.leader, "Fatal", self._epoch, reason), Fatal(reason)]

@@ -1,0 +1,97 @@
+"""The engines that a coordinator knows: what each one's storage holds, and what may be asked of it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dcr.protocol.identity import Base, Kind
+from dcr.protocol.messages import CONTROL_VERSION, Join, StorageState
+from dcr.protocol.receiver import admits
+from dcr.protocol.record import CommitRecord, Member
+
+
+@dataclass
+class Engine:
+    """One engine, as its last report left it."""
+
+    join: Join
+    state: StorageState
+    connected: bool = True
+    silent: bool = False
+    """It let a time-out pass and has not been heard of since."""
+    refused: str = ""
+    restore_failures: int = 0
+
+    @property
+    def member(self) -> Member:
+        """The engine as this incarnation."""
+        return Member(self.join.engine, self.join.incarnation)
+
+    def seen(self, record: CommitRecord) -> StorageState:
+        """Its state, with the version filled in where the content digest tells it (DESIGN D2)."""
+        s = self.state
+        if s.version is None and s.clean and s.content_digest == record.baseline_id:
+            return StorageState(record.version, s.content_digest, ())
+        return s
+
+    def holds_committed(self, record: CommitRecord) -> bool:
+        """True if its storage is clean at the committed version."""
+        s = self.seen(record)
+        return s.clean and s.version == record.version
+
+
+@dataclass
+class Fleet:
+    """Every engine by name, whether a member or not.
+
+    Args:
+        wire_version: version of the payload format that the owners write.
+        operations: relative operations that the owners can emit, the preferred one first.
+    """
+
+    wire_version: int
+    operations: tuple[str, ...]
+    engines: dict[str, Engine] = field(default_factory=dict)
+
+    def join(self, report: Join) -> Engine:
+        """Take a first or repeated ``Join``; the engine returned may be a refused one."""
+        old = self.engines.get(report.engine)
+        same = old is not None and old.join.incarnation == report.incarnation
+        failures = old.restore_failures if old is not None and same else 0
+        e = Engine(report, report.state, refused=self._why_refused(report), restore_failures=failures)
+        self.engines[report.engine] = e
+        return e
+
+    def of(self, m: Member) -> Engine | None:
+        """The engine of this member, if it still is that incarnation."""
+        e = self.engines.get(m.engine)
+        return e if e is not None and e.join.incarnation == m.incarnation else None
+
+    def usable(self) -> list[Engine]:
+        """Engines that answer and are not refused, by name."""
+        return [e for _, e in sorted(self.engines.items()) if e.connected and not e.silent and not e.refused]
+
+    def joining(self, record: CommitRecord) -> list[Engine]:
+        """Usable engines that are no members, or whose storage is not the committed version."""
+        return [e for e in self.usable() if e.member not in record.members or not e.holds_committed(record)]
+
+    def admitting(self, record: CommitRecord, base: Base) -> list[Engine]:
+        """Usable engines whose storage admits payloads against this base (DESIGN D4)."""
+        found = [e for e in self.usable() if admits(e.seen(record), base)]
+        if base.kind is Kind.RELATIVE and not self.common_operations(found):
+            return []
+        return found
+
+    def common_operations(self, engines: Iterable[Engine]) -> tuple[str, ...]:
+        """Relative operations that all of them offer, in the owners' order of preference."""
+        offers = [set(e.join.operations) for e in engines]
+        return tuple(o for o in self.operations if all(o in offer for offer in offers))
+
+    def _why_refused(self, j: Join) -> str:
+        if j.control_version != CONTROL_VERSION:
+            return f"it speaks control version {j.control_version}, the leader speaks {CONTROL_VERSION}"
+        if j.wire_version != self.wire_version:
+            return f"it reads wire version {j.wire_version}, the owners write {self.wire_version}"
+        if j.refused:
+            name, why = min(j.refused.items())
+            return f"its loader cannot take {len(j.refused)} canonical tensor(s), first {name}: {why}"
+        return ""

@@ -1,0 +1,253 @@
+"""What travels on the control channel: orders from the leader, reports to it.  Both are contracts.
+
+Every order carries record id and epoch and is refused below the fence (DESIGN D6).  Every report carries the
+incarnation that made it, so that a report of a dead process is never taken for one of its successor.
+"""
+
+import msgspec
+
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.identity import Base
+from dcr.protocol.record import OwnerRef
+
+CONTROL_VERSION = 0
+"""Version of the messages on this page; stated by every peer when it reports for the first time."""
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class StorageState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one engine's storage holds (DESIGN D5)."""
+
+    version: int | None
+    """The last version whose bits the whole storage held; None if there was none, or if it is not known which."""
+    content_digest: str
+    """Content digest of that version; empty if unknown."""
+    torn_by: tuple[str, ...]
+    """Sources whose writes began since then: candidate tokens, or ``restore``; empty means clean."""
+
+    @property
+    def clean(self) -> bool:
+        """True if no byte was written since storage last held a version."""
+        return not self.torn_by
+
+
+# ---------------------------------------------------------------- orders to members
+
+
+class Prepare(_Message, frozen=True):
+    """Raise the fence, drop older stages, let older writes end, close the gate, answer with ``Prepared``."""
+
+    record_id: str
+    epoch: int
+    target: int
+    base: Base
+    owners: tuple[OwnerRef, ...]
+
+
+class OpenApply(_Message, frozen=True):
+    """From here on payloads of this epoch may be written."""
+
+    record_id: str
+    epoch: int
+
+
+class Published(_Message, frozen=True):
+    """K has changed: read it and act on what it says (never on this message)."""
+
+    record_id: str
+    epoch: int
+
+
+class Refuse(_Message, frozen=True):
+    """The leader will not take this engine in, ever, as it is."""
+
+    record_id: str
+    epoch: int
+    reason: str
+
+
+# ---------------------------------------------------------------- orders to owners
+
+
+class Emit(_Message, frozen=True):
+    """Detect, encode and deliver one attempt or restore session, then seal it."""
+
+    record_id: str
+    epoch: int
+    target: int
+    base: Base
+    operation: str
+    """The relative operation to use where it is allowed."""
+    set_only: tuple[str, ...]
+    """Canonical tensors that some member's loader transforms: only ``set`` may be used."""
+
+
+class Fold(_Message, frozen=True):
+    """The epoch was committed: read K, then copy the candidate into the baseline."""
+
+    record_id: str
+    epoch: int
+
+
+class Outcome(_Message, frozen=True):
+    """How a push ended; every owner's ``push`` returns or raises on it."""
+
+    record_id: str
+    epoch: int
+    version: int
+    candidate: str
+    error: str
+    """Empty on success."""
+    summary: dict[str, float | int | str | list[str]]
+
+
+# ---------------------------------------------------------------- reports from members
+
+
+class Join(_Message, frozen=True):
+    """Sent on every connection: who I am and what my storage holds."""
+
+    engine: str
+    incarnation: int
+    control_version: int
+    wire_version: int
+    operations: tuple[str, ...]
+    state: StorageState
+    set_only: tuple[str, ...]
+    """Canonical tensors that this engine's loader transforms."""
+    refused: dict[str, str]
+    """Canonical tensors that this engine's loader cannot take, with the reason."""
+
+
+class Prepared(_Message, frozen=True):
+    """The fence is up, the gate is closed, and no older write can take effect any more."""
+
+    engine: str
+    incarnation: int
+    epoch: int
+    state: StorageState
+
+
+class Acknowledged(_Message, frozen=True):
+    """Every owner's manifest is complete here, and every payload is applied and synchronised (DESIGN D8)."""
+
+    engine: str
+    incarnation: int
+    epoch: int
+    manifest_root: str
+    seconds: dict[str, float]
+    """Stage times, for people; no rule depends on them."""
+
+
+class AttemptFailed(_Message, frozen=True):
+    """This member cannot acknowledge this epoch any more."""
+
+    engine: str
+    incarnation: int
+    epoch: int
+    reason: str
+    state: StorageState
+
+
+class Serving(_Message, frozen=True):
+    """The gate is open at this version."""
+
+    engine: str
+    incarnation: int
+    epoch: int
+    version: int
+
+
+# ---------------------------------------------------------------- reports from owners
+
+
+class OwnerJoin(_Message, frozen=True):
+    """Sent on every connection: which owner, and its share of the baseline's content digest."""
+
+    owner: str
+    incarnation: int
+    control_version: int
+    baseline_digest: str
+    """Empty if this owner has no baseline."""
+
+
+class CandidateReady(_Message, frozen=True):
+    """``push`` was called on this rank: its weights are a candidate and stay as they are until the outcome."""
+
+    owner: str
+    incarnation: int
+    push: int
+    """1, 2, 3, ...: which push of this incarnation."""
+
+
+class Sealed(_Message, frozen=True):
+    """The owner's manifest of this epoch is delivered."""
+
+    owner: str
+    incarnation: int
+    epoch: int
+    manifest_digest: str
+    content_digest: str
+    payloads: int
+    payload_bytes: int
+    changed_entries: int
+    owned_elements: int
+    seconds: dict[str, float]
+
+
+class EmitFailed(_Message, frozen=True):
+    """The owner cannot seal this epoch."""
+
+    owner: str
+    incarnation: int
+    epoch: int
+    reason: str
+    fatal: bool
+    """True if another attempt with these weights cannot succeed either."""
+
+
+class Folded(_Message, frozen=True):
+    """The owner's baseline holds the committed version."""
+
+    owner: str
+    incarnation: int
+    epoch: int
+    baseline_digest: str
+    """Empty if the baseline was lost: then the next transition is dense (DESIGN D17)."""
+    reason: str
+    """Why it was lost; empty on success."""
+    seconds: dict[str, float]
+
+
+Order = Prepare | OpenApply | Published | Refuse | Emit | Fold | Outcome
+MemberReport = Join | Prepared | Acknowledged | AttemptFailed | Serving
+OwnerReport = OwnerJoin | CandidateReady | Sealed | EmitFailed | Folded
+Report = MemberReport | OwnerReport
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+_order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode_message(message: Order | Report) -> bytes:
+    """A message's bytes."""
+    return _encoder.encode(message)
+
+
+def decode_order(data: bytes) -> Order:
+    """Read an order; RefusedError on anything else."""
+    try:
+        return _order_decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise RefusedError(f"not an order of control version {CONTROL_VERSION}: {e}") from e
+
+
+def decode_report(data: bytes) -> Report:
+    """Read a report; RefusedError on anything else."""
+    try:
+        return _report_decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise RefusedError(f"not a report of control version {CONTROL_VERSION}: {e}") from e

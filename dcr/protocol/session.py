@@ -1,0 +1,72 @@
+"""One attempt or one restore session, while it is under way."""
+
+from dataclasses import dataclass, field
+
+from dcr.protocol.identity import Base, Kind, manifest_root
+from dcr.protocol.messages import Sealed
+from dcr.protocol.record import Member, OwnerRef
+
+
+def digest_sum(shares: list[str]) -> str:
+    """The content digest of the whole from the owners' shares (DESIGN D2); empty if a share is missing."""
+    if not shares or not all(shares):
+        return ""
+    return f"{sum(int(s, 16) for s in shares) % (1 << 128):032x}"
+
+
+@dataclass
+class Session:
+    """What a coordinator has heard of one epoch."""
+
+    epoch: int
+    base: Base
+    target: int
+    attempt: int
+    """How many attempts of the transition K counts, this one included; 0 for a restore."""
+    members: set[Member]
+    owners: tuple[OwnerRef, ...]
+    operation: str
+    set_only: tuple[str, ...]
+    prepared: set[Member] = field(default_factory=set)
+    applying: bool = False
+    roots: dict[Member, str] = field(default_factory=dict)
+    sealed: dict[str, Sealed] = field(default_factory=dict)
+    folded: set[str] = field(default_factory=set)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def restore(self) -> bool:
+        """True for a restore session."""
+        return self.base.kind is Kind.RESTORE
+
+    @property
+    def unsealed(self) -> list[str]:
+        """Owners that have not sealed."""
+        return [o.owner for o in self.owners if o.owner not in self.sealed]
+
+    @property
+    def content_digest(self) -> str:
+        """Content digest of the target over all owners' shares; empty until all have sealed."""
+        return "" if self.unsealed else digest_sum([r.content_digest for r in self.sealed.values()])
+
+    @property
+    def root(self) -> str:
+        """The root over the owners' manifests."""
+        assert not self.unsealed
+        return manifest_root({o: r.manifest_digest for o, r in self.sealed.items()})
+
+    @property
+    def complete(self) -> bool:
+        """True when every owner has sealed and every member has acknowledged."""
+        return bool(self.members) and set(self.roots) == self.members and not self.unsealed
+
+    def drop(self, m: Member) -> None:
+        """Go on without this member."""
+        self.members.discard(m)
+        self.prepared.discard(m)
+        self.roots.pop(m, None)
+
+    def took(self, seconds: dict[str, float]) -> None:
+        """Keep the longest time of each stage."""
+        for stage, s in seconds.items():
+            self.seconds[stage] = max(self.seconds.get(stage, 0.0), s)
