@@ -1,1 +1,28 @@
-"""Delta-compressed refit: policy updates from a training cluster to running rollout engines, bit for bit."""
+"""Delta-compressed refit: policy updates from a training cluster to running rollout engines, bit for bit.
+
+The two front doors are ``dcr.TrainerRefit``, on every training rank, and ``dcr.RolloutNode``, beside each engine.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcr.rollout.node import RolloutNode
+    from dcr.trainer.torch.refit import PushError, RefitReport, TrainerRefit
+
+__all__ = ["PushError", "RefitReport", "RolloutNode", "TrainerRefit"]
+
+_HOMES = {
+    "PushError": "dcr.trainer.torch.refit",
+    "RefitReport": "dcr.trainer.torch.refit",
+    "RolloutNode": "dcr.rollout.node",
+    "TrainerRefit": "dcr.trainer.torch.refit",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on demand: a rollout host needs nothing of the trainer, and the protocol needs no torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dcr' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -58,3 +58,8 @@ def bits_dtype(dtype: torch.dtype) -> torch.dtype:
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage seen as integers of the same width; same shape, no copy."""
     return tensor.detach().view(bits_dtype(tensor.dtype))
+
+
+def unsigned(bits: torch.Tensor) -> torch.Tensor:
+    """Stored bits zero-extended to int64 words of the same shape; 8-byte bits come back as they are, not copied."""
+    return bits if bits.dtype == torch.int64 else bits.to(torch.int64) & ((1 << 8 * bits.itemsize) - 1)

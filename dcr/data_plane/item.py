@@ -75,3 +75,20 @@ class Item:
             raise RefusedError(
                 f"item {self.spec.name}: indices must be strictly increasing within [0, {self.spec.numel})"
             )
+
+
+@dataclass(frozen=True)
+class Change:
+    """What detection found in one owner's part of one canonical tensor, before an operation is chosen.
+
+    Attributes:
+        spec: the canonical tensor.
+        indices: int64, shape [n], strictly increasing flat indices into the canonical tensor.
+        old: stored bits of the committed baseline at the indices, or None for dense and restore kinds.
+        new: stored bits of the target at the indices, shape [n], dtype ``bits_dtype(spec.dtype)``.
+    """
+
+    spec: TensorSpec
+    indices: torch.Tensor
+    old: torch.Tensor | None
+    new: torch.Tensor

@@ -5,6 +5,8 @@ import hashlib
 
 import msgspec
 
+from dcr.protocol.errors import CorruptPayloadError
+
 
 class Kind(enum.StrEnum):
     """The three kinds of attempt (DESIGN D4), and the restore session (D15)."""
@@ -93,8 +95,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest; raises msgspec.ValidationError or msgspec.DecodeError on anything else."""
-    return _decoder.decode(data)
+    """Read a manifest; CorruptPayloadError on anything else."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise CorruptPayloadError(f"these {len(data)} bytes are no manifest that this version of dcr can read: {e}") from e
 
 
 def manifest_root(digests: dict[str, str]) -> str:

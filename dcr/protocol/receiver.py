@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, manifest_root
 from dcr.protocol.messages import Prepare, StorageState
@@ -31,32 +33,28 @@ class Synchronise:
     epoch: int
 
 
-@dataclass(frozen=True)
-class RankPrepared:
+class RankPrepared(msgspec.Struct, frozen=True, tag=True):
     """The fence is up and no older write can take effect."""
 
     epoch: int
     state: StorageState
 
 
-@dataclass(frozen=True)
-class RankAcknowledged:
+class RankAcknowledged(msgspec.Struct, frozen=True, tag=True):
     """Everything of this epoch is applied and synchronised."""
 
     epoch: int
     root: str
 
 
-@dataclass(frozen=True)
-class RankFailed:
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """This epoch cannot be acknowledged any more."""
 
     epoch: int
     reason: str
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(msgspec.Struct, frozen=True, tag=True):
     """Answer to ``learn``: what storage holds, seen through the record that was read."""
 
     state: StorageState

@@ -1,0 +1,1 @@
+"""Receivers in plain torch: any module with a ``load_weights``."""

@@ -1,0 +1,1 @@
+"""Receivers inside vLLM engines."""

@@ -1,0 +1,1 @@
+"""Owners inside plain torch trainers: any module of plain tensors and DTensors."""

@@ -1,0 +1,62 @@
+"""Packs items into buckets, each of which becomes one payload (paper section 7)."""
+
+from collections.abc import Iterable, Iterator
+
+from dcr.data_plane.item import Item, TensorSpec
+from dcr.protocol.errors import RefusedError
+
+ITEM_BYTES = 128
+"""Allowed for an item's header beside its name."""
+
+
+def entry_bytes(spec: TensorSpec) -> int:
+    """What an entry counts: its decoded index and value, which is also more than it takes in the streams."""
+    return 8 + spec.dtype.itemsize
+
+
+def item_bytes(spec: TensorSpec) -> int:
+    """What an item counts beside its entries."""
+    return ITEM_BYTES + len(spec.name.encode())
+
+
+def pack(items: Iterable[Item], bucket_bytes: int) -> Iterator[list[Item]]:
+    """Fill buckets with items in order, cutting items between entries where a bucket is full.
+
+    Only one bucket and the current item are held.  An item without entries is left out.
+
+    Args:
+        items: taken one by one, as buckets are asked for.
+        bucket_bytes: the most that ``item_bytes`` and ``entry_bytes`` of a bucket add up to, so it bounds what a
+            receiver holds for a decoded payload; a bucket too small for one entry holds one.
+
+    Raises:
+        RefusedError: bucket_bytes is not positive.
+    """
+    if bucket_bytes < 1:
+        raise RefusedError(f"bucket_bytes is {bucket_bytes}, it must be positive")
+    return _pack(items, bucket_bytes)
+
+
+def _pack(items: Iterable[Item], bucket_bytes: int) -> Iterator[list[Item]]:
+    bucket: list[Item] = []
+    free = bucket_bytes
+    for item in items:
+        start = 0
+        while start < item.entries:
+            fitting = (free - item_bytes(item.spec)) // entry_bytes(item.spec)
+            if fitting < 1 and bucket:
+                yield bucket
+                bucket, free = [], bucket_bytes
+                continue
+            count = min(max(fitting, 1), item.entries - start)
+            bucket.append(item if count == item.entries else _cut(item, start, count))
+            free -= item_bytes(item.spec) + count * entry_bytes(item.spec)
+            start += count
+    if bucket:
+        yield bucket
+
+
+def _cut(item: Item, start: int, count: int) -> Item:
+    """Some entries of an item, copied so that the rest of a large item is not kept alive by a bucket."""
+    stop = start + count
+    return Item(item.spec, item.operation, item.indices[start:stop].clone(), item.values[start:stop].clone())

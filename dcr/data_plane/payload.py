@@ -1,0 +1,211 @@
+"""The payload container: a preamble, a header, and the streams of all items (docs/wire-format.md; UNSTABLE)."""
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from dcr.data_plane import codec
+from dcr.data_plane.bits import dtype_name
+from dcr.data_plane.header import (
+    DEFAULT_LIMITS,
+    ITEM_CODEC,
+    ItemHeader,
+    Limits,
+    PayloadHeader,
+    StreamHeader,
+    check_limits,
+    decode_header,
+    encode_header,
+)
+from dcr.data_plane.item import Item, TensorSpec
+from dcr.data_plane.streams import ItemStreams, decode_streams, encode_streams
+from dcr.protocol.errors import CorruptPayloadError, RefusedError
+from dcr.protocol.identity import Base, PayloadIdentity
+
+MAGIC = b"DCRP"
+WIRE_VERSION = 0
+_FIELDS = struct.Struct("<4sIQQ")  # magic, wire version, header bytes, body bytes
+_DIGEST_BYTES = 16
+PREAMBLE_BYTES = _FIELDS.size + _DIGEST_BYTES
+
+
+def encode_payload(identity: PayloadIdentity, base: Base, items: Sequence[Item]) -> bytes:
+    """Write items as one payload; the same input and zstd library give the same bytes.
+
+    Args:
+        identity: who sends it, for which attempt.
+        base: what it was made against; only a relative one may hold ``add`` and ``xor`` items.
+        items: on any device; items of one tensor have no index in common.
+
+    Raises:
+        RefusedError: an item or the whole is not what a receiver would take, whatever its limits.
+    """
+    _check_disjoint(items)
+    headers, parts = [], []
+    for item in items:
+        streams = encode_streams(item)
+        headers.append(_item_header(item, streams))
+        parts.append(codec.to_bytes(item.spec, streams))
+    columns = zip(*parts, strict=True) if parts else [()] * len(codec.STREAMS)
+    stream_headers, body = [], bytearray()
+    for column in columns:
+        raw = np.concatenate((np.empty(0, np.uint8), *column))
+        how, wire = codec.compress(raw)
+        stream_headers.append(StreamHeader(how, raw.size, len(wire)))
+        body += wire
+    header = encode_header(PayloadHeader(identity, base, tuple(headers), tuple(stream_headers)))
+    decode_header(header, len(body), len(items))  # what no receiver would take is refused here, by the same checks
+    fields = _FIELDS.pack(MAGIC, WIRE_VERSION, len(header), len(body))
+    return b"".join((fields, _wire_digest(fields, header, body), header, body))
+
+
+def payload_digest(data: bytes | memoryview) -> str:
+    """Hexadecimal SHA-256 of the whole payload as it travels: the line of a manifest, which may be signed."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_header(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> PayloadHeader:
+    """Check a payload's bounds, digest and header; nothing is decompressed.
+
+    Args:
+        data: the whole payload, which may hold anything.
+        limits: what to take at most.
+
+    Raises:
+        CorruptPayloadError: not the bytes of a payload, or its header disagrees with itself.
+        RefusedError: a wire version that is not known, or more than the limits allow.
+    """
+    view = memoryview(data).cast("B")
+    found = len(view)
+    if found > limits.payload_bytes_max:
+        raise RefusedError(f"payload of {found} bytes, at most {limits.payload_bytes_max} are allowed")
+    if found < PREAMBLE_BYTES:
+        raise CorruptPayloadError(f"payload of {found} bytes, the preamble alone has {PREAMBLE_BYTES}")
+    magic, version, header_bytes, body_bytes = _FIELDS.unpack_from(view)
+    if magic != MAGIC:
+        raise CorruptPayloadError(f"payload begins with {magic!r}, not {MAGIC!r}")
+    if version != WIRE_VERSION:
+        raise RefusedError(f"payload of wire version {version}, only {WIRE_VERSION} is known: run the same release")
+    if header_bytes > limits.header_bytes_max:
+        raise RefusedError(f"payload header of {header_bytes} bytes, at most {limits.header_bytes_max} are allowed")
+    if PREAMBLE_BYTES + header_bytes + body_bytes != found:
+        raise CorruptPayloadError(
+            f"payload of {found} bytes states {PREAMBLE_BYTES} + {header_bytes} + {body_bytes}: cut short or extended"
+        )
+    body = PREAMBLE_BYTES + header_bytes
+    header = view[PREAMBLE_BYTES:body]
+    digest = view[_FIELDS.size : PREAMBLE_BYTES]
+    if _wire_digest(view[: _FIELDS.size], header, view[body:]) != digest:
+        raise CorruptPayloadError("payload does not match its own digest: damaged on the way")
+    read = decode_header(header, body_bytes, limits.items_max)
+    check_limits(read, limits)
+    return read
+
+
+def decode_payload(
+    data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS, known: Mapping[str, TensorSpec] | None = None
+) -> tuple[PayloadHeader, list[Item]]:
+    """Read a payload.
+
+    Args:
+        data: the whole payload, which may hold anything.
+        limits: what to take at most.
+        known: the canonical tensors that the receiver has, by name; None to take any.
+
+    Returns:
+        The header, and its items in order, on the CPU.
+
+    Raises:
+        CorruptPayloadError: not what a sender of this format seals.
+        RefusedError: more than the limits allow, or a tensor that is not known; nothing was decompressed.
+    """
+    header = read_header(data, limits)
+    if known is not None:
+        _check_known(header, known)
+    try:
+        items = _decode_items(header, memoryview(data).cast("B"))
+        _check_disjoint(items)
+    except RefusedError as error:
+        raise CorruptPayloadError(f"{header.where}: {error}") from error
+    return header, items
+
+
+def _decode_items(header: PayloadHeader, data: memoryview) -> list[Item]:
+    sizes = [item.stream_sizes for item in header.items]
+    columns = []
+    start = len(data) - sum(stream.wire_bytes for stream in header.streams)
+    for k, (name, stream) in enumerate(zip(codec.STREAMS, header.streams, strict=True)):
+        wire = data[start : start + stream.wire_bytes]
+        start += stream.wire_bytes
+        try:
+            raw = codec.decompress(stream.codec, wire, stream.raw_bytes)
+        except CorruptPayloadError as error:
+            raise CorruptPayloadError(f"stream {name}: {error}") from error
+        columns.append(codec.split(raw, [size[k] for size in sizes]))
+    items = []
+    for stated, parts in zip(header.items, zip(*columns, strict=True), strict=True):
+        item = decode_streams(stated.spec, stated.operation, stated.entries, codec.from_bytes(stated.spec, parts))
+        item.check_indices()
+        if _entry_digest(item) != stated.digest:
+            raise CorruptPayloadError(f"item {stated.name!r}: decoded entries do not match their digest")
+        items.append(item)
+    return items
+
+
+def _item_header(item: Item, streams: ItemStreams) -> ItemHeader:
+    return ItemHeader(
+        name=item.spec.name,
+        dtype=dtype_name(item.spec.dtype),
+        shape=tuple(item.spec.shape),
+        operation=item.operation,
+        codec=ITEM_CODEC,
+        entries=item.entries,
+        gap_bytes=streams.gaps.numel(),
+        long_gaps=streams.long_gaps.numel(),
+        escapes=streams.escapes.numel(),
+        words=streams.words.numel(),
+        digest=_entry_digest(item),
+    )
+
+
+def _wire_digest(*parts: bytes | bytearray | memoryview) -> bytes:
+    h = xxhash.xxh3_128()
+    for part in parts:
+        h.update(part)
+    return h.digest()
+
+
+def _entry_digest(item: Item) -> bytes:
+    h = xxhash.xxh3_128()
+    for tensor in (item.indices, item.values):
+        array = tensor.cpu().contiguous().numpy()
+        h.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return h.digest()
+
+
+def _check_known(header: PayloadHeader, known: Mapping[str, TensorSpec]) -> None:
+    for item in header.items:
+        mine = known.get(item.name)
+        if mine is None:
+            raise RefusedError(f"{header.where}: the receiver has no tensor {item.name!r}")
+        if (mine.dtype, tuple(mine.shape)) != (item.spec.dtype, item.shape):
+            raise RefusedError(
+                f"{header.where}: tensor {item.name!r} comes as {item.dtype} {item.shape}, "
+                f"the receiver has {dtype_name(mine.dtype)} {tuple(mine.shape)}"
+            )
+
+
+def _check_disjoint(items: Sequence[Item]) -> None:
+    """Two entries for one element would leave its value to the order of application."""
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for item in items:
+        by_name.setdefault(item.spec.name, []).append(item.indices)
+    for name, indices in by_name.items():
+        if len(indices) > 1:
+            merged = torch.cat([i.cpu() for i in indices]).sort().values
+            if bool((merged[1:] == merged[:-1]).any()):
+                raise RefusedError(f"tensor {name!r}: two of its items have an index in common")

@@ -1,0 +1,116 @@
+"""The committed bits of one training shard in host memory, and detection against them (paper 4.1, DESIGN D13)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dcr.data_plane.bits import bit_view, bits_dtype
+from dcr.protocol.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Elements of a shard whose stored bits differ from the committed ones.
+
+    Attributes:
+        positions: int64, shape [n], strictly increasing positions in the flat shard, in host memory.
+        old: committed stored bits there, shape [n], of the tracker's ``bits_dtype``.
+        new: live stored bits there, the same.
+    """
+
+    positions: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+class Tracker:
+    """The committed copy of one shard, flat, as stored bits.
+
+    Bits are compared, not values: a NaN equals itself, -0.0 and 0.0 differ.  Nothing here locks; who folds while
+    another thread reads must keep them apart.
+
+    Args:
+        name: what the shard is called in errors.
+        live: the shard's tensor, any shape and device; its bits are copied.
+        chunk_elements: elements compared, copied or read at once; bounds the temporary memory.
+    """
+
+    def __init__(self, name: str, live: torch.Tensor, *, chunk_elements: int) -> None:
+        if chunk_elements < 1:
+            raise RefusedError(f"tracker of {name}: chunk_elements must be at least 1, not {chunk_elements}")
+        self.name = name
+        self.dtype = live.dtype
+        self._chunk_elements = chunk_elements
+        self._bits = torch.empty(live.numel(), dtype=bits_dtype(live.dtype))
+        self._bits.copy_(_flat_bits(live))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self._bits.numel()
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Bounds ``(start, stop)`` of the chunks, in order."""
+        for start in range(0, self.numel, self._chunk_elements):
+            yield start, min(start + self._chunk_elements, self.numel)
+
+    def committed(self, start: int, stop: int) -> torch.Tensor:
+        """A copy of the committed bits [start, stop)."""
+        return self._bits[start:stop].clone()
+
+    def live(self, live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The live bits chunk by chunk, as copies in host memory, each with its first position.
+
+        Raises:
+            RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
+        """
+        flat = self._checked(live)
+        for start, stop in self.chunks():
+            yield start, flat[start:stop].to("cpu", copy=True)
+
+    def differences(self, live: torch.Tensor) -> Iterator[Difference]:
+        """The changed elements, chunk by chunk in increasing position; chunks without any are left out.
+
+        Raises:
+            RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
+        """
+        flat = self._checked(live)
+        for start, stop in self.chunks():
+            old, new = self._bits[start:stop].to(flat.device), flat[start:stop]
+            positions = _nonzero(old != new)
+            if positions.numel():
+                yield Difference((positions + start).cpu(), old[positions].cpu(), new[positions].cpu())
+
+    def fold(self, live: torch.Tensor) -> Iterator[Difference]:
+        """Make the committed bits those of the live tensor, in place; yields each difference once it is written.
+
+        Nothing is written past what the caller has consumed.  Running it again from the start, after it ended or was
+        cut short, writes what is left.
+
+        Raises:
+            RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
+        """
+        for difference in self.differences(live):
+            self._bits[difference.positions] = difference.new
+            yield difference
+
+    def _checked(self, live: torch.Tensor) -> torch.Tensor:
+        if live.dtype != self.dtype or live.numel() != self.numel:
+            raise RefusedError(
+                f"tracker of {self.name}: it holds {self.numel} elements of {self.dtype}, the live shard has "
+                f"{live.numel()} of {live.dtype}; rebuild the trainer's refit object after changing the model"
+            )
+        return _flat_bits(live)
+
+
+def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return bit_view(tensor.detach().reshape(-1))
+
+
+def _nonzero(mask: torch.Tensor) -> torch.Tensor:
+    """Positions of true elements; on the CPU NumPy finds them two to three times faster than torch."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().view(-1)

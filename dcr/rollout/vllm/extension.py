@@ -1,0 +1,61 @@
+"""What a vLLM worker process is given: the rank host over its own model and loader, and what proofs ask of it.
+
+Used through ``vllm.LLM(worker_extension_cls="dcr.rollout.vllm.extension.DcrWorkerExtension")``; vLLM adds the class to
+the bases of its worker, and each ``dcr_*`` method is called through ``collective_rpc`` in the worker process.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from dcr.data_plane.item import TensorSpec
+from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.resident import resident_digests
+from dcr.rollout.vllm.checkpoint import read_checkpoint
+from dcr.rollout.vllm.layout import LayoutReport, examine_layout
+from dcr.runtime.rank_host import RankHost
+
+
+class DcrWorkerExtension:
+    """Mixed into vLLM's worker; every name starts with ``dcr`` so that none hides one of the worker's."""
+
+    model_runner: Any
+    """The worker's own."""
+
+    _dcr_host: RankHost | None = None
+    _dcr_layout: LayoutReport | None = None
+
+    def dcr_call(self, request: bytes) -> bytes:
+        """Forward one request of the node agent to this rank's host, which is built at the first.
+
+        An engine that holds its weights in another layout than its loader's refuses the agent's first request, by the
+        text of a RepackedError, before anything is written.
+        """
+        if self._dcr_host is None:
+            self._dcr_host = RankHost(self._dcr_storage, state_incarnation=time.time_ns())
+        with torch.no_grad():
+            return self._dcr_host.call(request)
+
+    def dcr_resident_digests(self) -> dict[str, str]:
+        """Digest of the stored bits of every parameter and buffer, by name."""
+        return resident_digests(self.model_runner.get_model())
+
+    def dcr_layout_report(self) -> dict[str, Any]:
+        """The fields of ``LayoutReport``; examined once, before the first refit, and remembered."""
+        return asdict(self._dcr_examine())
+
+    def _dcr_storage(self, specs: Sequence[TensorSpec]) -> LoaderPath:
+        self._dcr_examine().raise_if_repacked()
+        model = self.model_runner.get_model()
+        return LoaderPath(model, model.load_weights, specs)
+
+    def _dcr_examine(self) -> LayoutReport:
+        # All writes go through the storage that _dcr_storage makes, so the model was not refitted at the first call.
+        if self._dcr_layout is None:
+            model = self.model_runner.get_model()
+            fed = read_checkpoint(self.model_runner.model_config.model)
+            self._dcr_layout = examine_layout(model, model.load_weights, fed)
+        return self._dcr_layout

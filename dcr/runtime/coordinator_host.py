@@ -1,0 +1,265 @@
+"""The coordinator host: carries out the coordinator role's effects; by default in the trainer's first rank."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from dcr.control_plane.interface import (
+    ConflictError,
+    ControlPlane,
+    ControlPlaneUnavailableError,
+    Stored,
+    UnknownOutcomeError,
+)
+from dcr.data_plane.payload import WIRE_VERSION
+from dcr.delivery.interface import Delivery, DeliveryError, sweep
+from dcr.protocol import coordinator_effects as effects_
+from dcr.protocol.coordinator import Coordinator
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.messages import (
+    Acknowledged,
+    AttemptFailed,
+    CandidateReady,
+    Join,
+    Outcome,
+    Prepared,
+    Serving,
+    decode_report,
+    encode_message,
+)
+from dcr.protocol.record import decode_record, encode_record
+from dcr.protocol.step import Step
+from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
+from dcr.runtime.hub import Hub
+from dcr.runtime.node_agent import LEADER
+from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.settings import Settings
+
+_log = logging.getLogger("dcr.coordinator")
+_MEMBER_REPORTS = (Join, Prepared, Acknowledged, AttemptFailed, Serving)
+
+
+class CoordinatorHost:
+    """One coordinator, its hub, and its thread.
+
+    Args:
+        record_id: the record to lead.
+        leader: a name new with every start.
+        owners: names of all owners.
+        control: control plane.
+        delivery: delivery store, swept of old epochs after a commit.
+        secret: the secret of the run.
+        settings: bounds.
+        observe: called with every step of the coordinator role.
+    """
+
+    def __init__(
+        self,
+        *,
+        record_id: str,
+        leader: str,
+        owners: Sequence[str],
+        control: ControlPlane,
+        delivery: Delivery,
+        secret: bytes,
+        settings: Settings,
+        observe: Observer = log_step,
+    ) -> None:
+        self._record_id = record_id
+        self._leader = leader
+        self._control = control
+        self._delivery = delivery
+        self._settings = settings
+        self._observe = observe
+        others = tuple(o for o in ("add", "xor") if o != settings.operation)
+        self._role = Coordinator(
+            record_id,
+            leader,
+            owners,
+            wire_version=WIRE_VERSION,
+            operations=(settings.operation, *others),
+            members_min=settings.members_min,
+            attempts_max=settings.attempts_max,
+            restores_max=settings.restores_max,
+        )
+        self._peers: dict[tuple[str, str], Peer] = {}
+        self._deadline: tuple[float, int] | None = None
+        self._fatal = ""
+        self._stop = threading.Event()
+        self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
+        self._hub = Hub(secret, self._heard)
+        control.register(record_id, *LEADER, self._hub.address.encode())
+        self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
+        self._thread.start()
+
+    def abandon(self) -> None:
+        """Abandon a stopped transition; torn engines are restored (DESIGN D17)."""
+        self._post(self._role.abandon)
+
+    def dense_next(self) -> None:
+        """Make the attempts of the next push dense (DESIGN D14)."""
+
+        def act() -> list[effects_.Effect]:
+            self._role.dense_next()
+            return []
+
+        self._post(act)
+
+    def close(self) -> None:
+        """End the thread and every connection."""
+        self._stop.set()
+        self._hub.close()
+        self._thread.join(self._settings.drain_timeout_s)
+
+    # ------------------------------------------------------------ events
+
+    def _post(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
+        self._events.put(act, timeout=self._settings.push_timeout_s)
+
+    def _heard(self, event: HubEvent) -> None:
+        self._post(lambda: self._on_channel(event))
+
+    def _on_channel(self, event: HubEvent) -> Sequence[effects_.Effect]:
+        peer = event.peer
+        match event:
+            case Connected():
+                self._peers[peer.role, peer.name] = peer
+                return []
+            case Disconnected():
+                if self._peers.get((peer.role, peer.name)) == peer:
+                    del self._peers[peer.role, peer.name]
+                _log.info("%s %s disconnected: %s", peer.role, peer.name, event.reason)
+                if peer.role == "owner":
+                    return self._role.owner_lost(peer.name, peer.incarnation)
+                return self._role.member_lost(peer.name, peer.incarnation)
+            case Received():
+                return self._on_report(peer, event.message)
+
+    def _on_report(self, peer: Peer, data: bytes) -> Sequence[effects_.Effect]:
+        report = decode_report(data)
+        # A peer speaks for itself alone: the channel has proved who it is.
+        if isinstance(report, _MEMBER_REPORTS):
+            if ("node", report.engine, report.incarnation) != (peer.role, peer.name, peer.incarnation):
+                raise RefusedError(f"{peer} sent a report in the name of engine {report.engine}")
+            return self._role.member_report(report)
+        if ("owner", report.owner, report.incarnation) != (peer.role, peer.name, peer.incarnation):
+            raise RefusedError(f"{peer} sent a report in the name of owner {report.owner}")
+        if self._fatal and isinstance(report, CandidateReady):
+            self._tell_fatal(peer.name)
+        return self._role.owner_report(report)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            wait = 0.1
+            if self._deadline is not None:
+                deadline, number = self._deadline
+                wait = min(wait, deadline - time.monotonic())
+                if wait <= 0:
+                    self._deadline = None
+                    self._act(lambda n=number: self._role.expired(n))  # type: ignore[misc]
+                    continue
+            try:
+                self._act(self._events.get(timeout=wait))
+            except queue.Empty:
+                continue
+
+    def _act(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
+        try:
+            effects = list(act())
+            while effects:
+                effects = self._do(effects)
+        except RefusedError as e:
+            _log.warning("refused: %s", e)
+        except Exception as e:  # noqa: BLE001 - told to every owner, so that no push waits in vain
+            _log.exception("coordinator %s", self._leader)
+            self._lead_no_more(f"the coordinator failed: {type(e).__name__}: {e}")
+
+    # ------------------------------------------------------------ effects
+
+    def _do(self, effects: Sequence[effects_.Effect]) -> list[effects_.Effect]:
+        """Carry out effects in order; returns the effects of the control plane's answers."""
+        more: list[effects_.Effect] = []
+        for effect in effects:
+            match effect:
+                case Step():
+                    self._observe(effect)
+                case effects_.ReadRecord():
+                    more += self._read()
+                case effects_.WriteRecord():
+                    more += self._write(effect)
+                case effects_.SendMember():
+                    self._send("node", effect.engine, encode_message(effect.order))
+                case effects_.SendOwner():
+                    self._send("owner", effect.owner, encode_message(effect.order))
+                case effects_.StartTimer():
+                    seconds = float(getattr(self._settings, f"{effect.name}_timeout_s"))
+                    self._deadline = (time.monotonic() + seconds, effect.number)
+                case effects_.Fatal():
+                    self._lead_no_more(effect.reason)
+        return more
+
+    def _send(self, role: str, name: str, data: bytes) -> None:
+        peer = self._peers.get((role, name))
+        if peer is not None:
+            self._hub.send(peer, data)
+
+    def _read(self) -> list[effects_.Effect]:
+        try:
+            stored = self._control.read(self._record_id)
+        except ControlPlaneUnavailableError as e:
+            return self._later(e, [effects_.ReadRecord()])
+        if stored is None:
+            return self._role.record_read(None, None, "")
+        return self._role.record_read(stored.revision, decode_record(stored.body), stored.operation_id)
+
+    def _write(self, w: effects_.WriteRecord) -> list[effects_.Effect]:
+        try:
+            stored: Stored = self._control.compare_and_set(
+                self._record_id,
+                w.expected_revision,
+                encode_record(w.record),
+                operation_id=w.operation_id,
+                actor=self._leader,
+                reason=w.reason,
+            )
+        except ConflictError as e:
+            found = e.current
+            return self._role.conflict(
+                w.operation_id, None if found is None else found.revision, "" if found is None else found.operation_id
+            )
+        except UnknownOutcomeError:
+            return self._role.unknown(w.operation_id)
+        except ControlPlaneUnavailableError as e:
+            return self._later(e, [w])
+        if w.reason == "Commit":
+            self._sweep(w.record.epoch)
+        return self._role.written(w.operation_id, stored.revision)
+
+    def _later(self, error: ControlPlaneUnavailableError, effects: list[effects_.Effect]) -> list[effects_.Effect]:
+        """The control plane is away and nothing took effect: the same again, until it is back or we are closed."""
+        _log.warning("coordinator %s waits for the control plane: %s", self._leader, error)
+        if not self._stop.wait(0.2):
+            self._post(lambda: effects)
+        return []
+
+    def _sweep(self, epoch: int) -> None:
+        try:
+            sweep(self._delivery, self._record_id, epoch - self._settings.retain_epochs)
+        except DeliveryError as e:
+            _log.warning("old payloads could not be swept: %s", e)
+
+    def _lead_no_more(self, reason: str) -> None:
+        """Tell every owner, so that no push waits for an outcome that will not come."""
+        if self._fatal:
+            return
+        self._fatal = reason
+        _log.error("coordinator %s leads no more: %s", self._leader, reason)
+        for role, name in list(self._peers):
+            if role == "owner":
+                self._tell_fatal(name)
+
+    def _tell_fatal(self, owner: str) -> None:
+        error = f"the coordinator leads no more: {self._fatal}"
+        self._send("owner", owner, encode_message(Outcome(self._record_id, 0, -1, "", error, {})))

@@ -1,0 +1,362 @@
+"""The node agent: beside one engine, carries out the node role's effects (DESIGN D9)."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
+from dcr.data_plane.header import DEFAULT_LIMITS
+from dcr.data_plane.item import TensorSpec
+from dcr.data_plane.payload import WIRE_VERSION
+from dcr.delivery.interface import Delivery
+from dcr.protocol import node as role
+from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.messages import (
+    CONTROL_VERSION,
+    Acknowledged,
+    AttemptFailed,
+    Join,
+    Prepared,
+    Report,
+    Serving,
+    decode_order,
+    encode_message,
+)
+from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankState
+from dcr.protocol.record import CommitRecord, decode_record
+from dcr.protocol.step import Step
+from dcr.runtime.channel import Peer
+from dcr.runtime.fetch import Fetch
+from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.rank_messages import (
+    Answer,
+    Attach,
+    Attached,
+    Learn,
+    Request,
+    WireSpec,
+    decode_answer,
+    encode,
+)
+from dcr.runtime.settings import Settings
+from dcr.runtime.spoke import Spoke
+
+OPERATIONS = ("add", "xor")
+LEADER = ("leader", "address")
+"""Kind and name under which the leader's address is registered."""
+
+_log = logging.getLogger("dcr.node")
+
+
+class Engine(Protocol):
+    """What a serving runtime's adapter gives the node agent.  Calls come from the agent's thread alone."""
+
+    def rank_call(self, request: bytes) -> bytes:
+        """Hand a request to the host of the engine's rank."""
+        ...
+
+    def close_gate(self, drain_timeout_s: float) -> None:
+        """Let no request in, and return when none is inside; DcrError if they do not leave in time."""
+        ...
+
+    def reset_caches(self) -> None:
+        """Drop what was computed with older weights; DcrError if that cannot be done."""
+        ...
+
+    def open_gate(self, version: int) -> None:
+        """Let requests in, served by this version."""
+        ...
+
+
+class NodeError(DcrError):
+    """The engine cannot go on: the leader refused it, or its gate or rank failed."""
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    data: bytes
+
+
+@dataclass(frozen=True)
+class _Connected:
+    pass
+
+
+class NodeAgent:
+    """One engine's agent; one thread does everything, in order, so that no order overtakes a write.
+
+    Args:
+        engine: the serving runtime's adapter.
+        name: the engine's name, unique among the record's engines.
+        record_id: the record it obeys.
+        control: control plane.
+        delivery: delivery store.
+        secret: the secret of the run.
+        specs: all canonical tensors of the engine's checkpoint.
+        loaded_digest: content digest of what its loader was fed; empty if unknown.
+        settings: bounds.
+        observe: called with every step of the node role.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        record_id: str,
+        control: ControlPlane,
+        delivery: Delivery,
+        secret: bytes,
+        specs: Sequence[TensorSpec],
+        loaded_digest: str,
+        settings: Settings,
+        observe: Observer = log_step,
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._record_id = record_id
+        self._control = control
+        self._delivery = delivery
+        self._settings = settings
+        self._observe = observe
+        attach = Attach(name, record_id, tuple(WireSpec.of(s) for s in specs), loaded_digest)
+        answer = decode_answer(engine.rank_call(encode(attach)))
+        if answer.refused:
+            raise RefusedError(f"engine {name}: {answer.refused}")
+        (attached,) = answer.results
+        assert isinstance(attached, Attached)
+        self.attached = attached
+        self._state = answer.state
+        self._role = role.Node(name, attached.incarnation, record_id)
+        self._fetch: Fetch | None = None
+        self._changed = threading.Condition()
+        self._failed: str = ""
+        self._stop = threading.Event()
+        self._events: queue.Queue[_Arrived | _Connected] = queue.Queue(settings.events_max)
+        self._spoke = Spoke(
+            secret,
+            Peer("node", name, attached.incarnation),
+            lambda data: self._events.put(_Arrived(data), timeout=settings.ack_timeout_s),
+            resolve=self._leader_address,
+            on_connect=lambda: self._events.put(_Connected(), timeout=settings.ack_timeout_s),
+        )
+        self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ for users
+
+    @property
+    def serving(self) -> int | None:
+        """The version being served; None while the gate is closed."""
+        return self._role.serving
+
+    @property
+    def failure(self) -> str:
+        """Why this engine cannot go on; empty while it can."""
+        return self._failed
+
+    def wait_serving(self, version: int, timeout_s: float) -> int:
+        """Wait until this version or a later one is served, and return it.
+
+        Raises:
+            NodeError: the engine was refused or failed, or the time ran out.
+        """
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._failed or (self._role.serving is not None and self._role.serving >= version), timeout_s
+            )
+            if self._failed:
+                raise NodeError(f"engine {self._name}: {self._failed}")
+            if not done:
+                raise NodeError(
+                    f"engine {self._name}: version {version} is not served after {timeout_s} s; "
+                    f"gate {self._role.gate}, fence {self._role.fence}, storage {self._state}"
+                )
+            serving = self._role.serving
+            assert serving is not None
+            return serving
+
+    def close(self) -> None:
+        """End the agent's thread and connection; the engine's gate stays as it is."""
+        self._stop.set()
+        self._spoke.close()
+        self._thread.join(self._settings.drain_timeout_s)
+
+    # ------------------------------------------------------------ the loop
+
+    def _run(self) -> None:
+        next_poll = 0.0
+        try:
+            while not self._stop.is_set():
+                busy = self._fetch is not None and self._fetch_step()
+                try:
+                    wait = 0.0 if busy else self._settings.fetch_poll_s if self._fetch is not None else 0.05
+                    event = self._events.get(timeout=wait) if wait else self._events.get_nowait()
+                    self._take(event)
+                except queue.Empty:
+                    pass
+                if time.monotonic() >= next_poll:
+                    next_poll = time.monotonic() + self._settings.record_poll_s
+                    if self._fetch is None and not self._failed:
+                        self._do([role.ReadRecord()])
+        except Exception as e:  # noqa: BLE001 - told to whoever waits for the engine
+            _log.exception("node agent of engine %s", self._name)
+            self._give_up(f"its node agent failed: {type(e).__name__}: {e}")
+
+    def _take(self, event: _Arrived | _Connected) -> None:
+        if isinstance(event, _Connected):
+            self._send(self._join())
+            return
+        try:
+            self._do(self._role.order(decode_order(event.data)))  # type: ignore[arg-type]
+        except RefusedError as e:
+            _log.warning("order refused: %s", e)
+
+    def _do(self, effects: Sequence[role.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Step():
+                    self._observe(effect)
+                case role.CloseGate():
+                    self._close_gate(effect.epoch)
+                case role.OpenGate():
+                    self._open_gate(effect.epoch, effect.version)
+                case role.ReadRecord():
+                    self._read_record()
+                case role.ToRank():
+                    self._rank(effect.order)
+                case role.StartFetch():
+                    self._fetch = Fetch(
+                        effect.order,
+                        self._delivery,
+                        self._call,
+                        payload_bytes_max=DEFAULT_LIMITS.payload_bytes_max,
+                        timeout_s=self._settings.delivery_timeout_s,
+                    )
+                case role.StopFetch():
+                    if self._fetch is not None and self._fetch.order.epoch <= effect.epoch:
+                        self._fetch = None
+                case role.ReportPrepared():
+                    self._send(Prepared(self._name, self.attached.incarnation, effect.epoch, effect.state))
+                case role.ReportAcknowledged():
+                    seconds = dict(self._seconds)
+                    self._send(Acknowledged(self._name, self.attached.incarnation, effect.epoch, effect.root, seconds))
+                case role.ReportFailed():
+                    self._send(
+                        AttemptFailed(self._name, self.attached.incarnation, effect.epoch, effect.reason, self._state)
+                    )
+                case role.ReportServing():
+                    self._send(Serving(self._name, self.attached.incarnation, effect.epoch, effect.version))
+                case role.AskToJoin():
+                    self._send(self._join())
+                case role.GiveUp():
+                    self._give_up(effect.reason)
+        with self._changed:
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ effects
+
+    def _close_gate(self, epoch: int) -> None:
+        serving = self._role.serving
+        try:
+            self._engine.close_gate(self._settings.drain_timeout_s)
+        except DcrError as e:
+            if serving is not None:
+                self._engine.open_gate(serving)  # nothing was written: it goes on as it was
+            self._do(self._role.gate_stuck(str(e)))
+            return
+        self._do(self._role.gate_closed(epoch))
+
+    def _open_gate(self, epoch: int, version: int) -> None:
+        try:
+            self._engine.reset_caches()
+        except DcrError as e:
+            self._do(self._role.gate_stuck(str(e)))
+            return
+        # Said before it is done: a watcher that stops the process here stops it with the gate still closed.
+        effects = self._role.gate_opened(epoch, version)
+        self._do([e for e in effects if isinstance(e, Step)])
+        self._engine.open_gate(version)
+        self._do([e for e in effects if not isinstance(e, Step)])
+
+    def _read_record(self) -> None:
+        try:
+            stored = self._control.read(self._record_id)
+        except ControlPlaneUnavailableError as e:
+            _log.warning("engine %s could not read the record, and tries again: %s", self._name, e)
+            return
+        if stored is None:
+            return
+        record = decode_record(stored.body)
+        answer = self._call(Learn(record))
+        for result in answer.results:
+            if isinstance(result, RankState):
+                self._learned(record, result)
+
+    def _learned(self, record: CommitRecord, state: RankState) -> None:
+        self._do(self._role.learned(record, state))
+
+    def _rank(self, request: Request) -> None:
+        self._settle(self._call(request))
+
+    def _fetch_step(self) -> bool:
+        fetch = self._fetch
+        assert fetch is not None
+        answers = fetch.step()
+        for answer in answers:
+            if answer.refused:
+                _log.warning("engine %s: %s", self._name, answer.refused)
+            self._settle(answer)
+        if self._fetch is fetch and fetch.done:
+            self._fetch = None
+        return bool(answers)
+
+    def _settle(self, answer: Answer) -> None:
+        for result in answer.results:
+            match result:
+                case RankPrepared():
+                    self._do(self._role.rank_prepared(result))
+                case RankAcknowledged():
+                    self._do(self._role.rank_acknowledged(result))
+                case RankFailed():
+                    self._do(self._role.rank_failed(result))
+                case _:
+                    pass
+
+    def _call(self, request: Request) -> Answer:
+        answer = decode_answer(self._engine.rank_call(encode(request)))
+        self._state = answer.state
+        self._seconds = answer.seconds
+        return answer
+
+    # ------------------------------------------------------------ the leader
+
+    def _join(self) -> Join:
+        return Join(
+            self._name,
+            self.attached.incarnation,
+            CONTROL_VERSION,
+            WIRE_VERSION,
+            OPERATIONS,
+            self._state,
+            self.attached.set_only,
+            self.attached.refused,
+        )
+
+    def _send(self, report: Report) -> None:
+        # A report that is lost is made up for: on the next connection the leader hears of the state anew.
+        self._spoke.send(encode_message(report))
+
+    def _leader_address(self) -> str | None:
+        value = self._control.lookup(self._record_id, *LEADER)
+        return None if value is None else value.decode()
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            self._failed = reason
+            self._changed.notify_all()
+        _log.error("engine %s is out of service: %s", self._name, reason)

@@ -1,0 +1,303 @@
+"""The owner host: on every training rank, carries out the owner role's effects."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
+from dcr.data_plane.content_digest import ContentDigest
+from dcr.delivery.interface import Delivery, manifest_key
+from dcr.protocol import owner as role
+from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.identity import Manifest, encode_manifest
+from dcr.protocol.messages import (
+    CONTROL_VERSION,
+    CandidateReady,
+    Emit,
+    EmitFailed,
+    Fold,
+    Folded,
+    Outcome,
+    OwnerJoin,
+    Report,
+    Sealed,
+    decode_order,
+    encode_message,
+)
+from dcr.protocol.record import decode_record
+from dcr.protocol.step import Step
+from dcr.runtime.channel import Peer
+from dcr.runtime.emission import CancelledError, Emission
+from dcr.runtime.node_agent import LEADER
+from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.settings import Settings
+from dcr.runtime.source import Source
+from dcr.runtime.spoke import Spoke
+
+_log = logging.getLogger("dcr.owner")
+
+
+class PushTimeoutError(DcrError):
+    """A push did not end in time on this rank; what became of it is in the commit record."""
+
+
+@dataclass(frozen=True)
+class _Do:
+    """Run this on the role's thread; it returns effects."""
+
+    act: Callable[[], Sequence[role.Effect]]
+
+
+class OwnerHost:
+    """One rank's owner.  One thread runs the role, another the work that takes long, so that a fence is obeyed at once.
+
+    Args:
+        source: this rank's share.
+        incarnation: new with every start of this process.
+        record_id: the record it obeys.
+        control: control plane.
+        delivery: where payloads go.
+        secret: the secret of the run.
+        settings: bounds.
+        observe: called with every step of the owner role.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        incarnation: int,
+        record_id: str,
+        control: ControlPlane,
+        delivery: Delivery,
+        secret: bytes,
+        settings: Settings,
+        observe: Observer = log_step,
+    ) -> None:
+        self._source = source
+        self._incarnation = incarnation
+        self._record_id = record_id
+        self._control = control
+        self._delivery = delivery
+        self._settings = settings
+        self._observe = observe
+        baseline = source.baseline_digest
+        self._role = role.Owner(source.owner, incarnation, record_id, "" if baseline is None else baseline.hex())
+        self._emission: Emission | None = None
+        self._seconds: dict[str, float] = {}
+        self._bytes = 0
+        self._push = 0
+        self._waiting = False
+        self._outcome: Outcome | None = None
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._events: queue.Queue[_Do] = queue.Queue(settings.events_max)
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue(settings.events_max)
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"dcr-owner-{source.owner}", daemon=True),
+            threading.Thread(target=self._worker, name=f"dcr-emission-{source.owner}", daemon=True),
+        ]
+        for t in self._threads:
+            t.start()
+        self._spoke = Spoke(
+            secret,
+            Peer("owner", source.owner, incarnation),
+            lambda data: self._post(lambda: self._order(data)),
+            resolve=self._leader_address,
+            on_connect=lambda: self._post(self._connected),
+        )
+
+    # ------------------------------------------------------------ for the trainer
+
+    def wait_connected(self) -> None:
+        """Wait until the coordinator has this owner's connection; ChannelTimeoutError after ``connect_timeout_s``."""
+        self._spoke.wait_connected(self._settings.connect_timeout_s)
+
+    def push(self) -> Outcome:
+        """Offer the weights as a candidate and wait for the outcome; they must not change until this returns.
+
+        Raises:
+            PushTimeoutError: no outcome within ``push_timeout_s``.
+        """
+        with self._changed:
+            self._push += 1
+            self._outcome = None
+            self._waiting = True
+        self._post(self._ready)
+        with self._changed:
+            outcome = self._changed.wait_for(lambda: self._outcome, self._settings.push_timeout_s)
+            self._waiting = False
+            if outcome is None:
+                raise PushTimeoutError(
+                    f"{self._source.owner}: push {self._push} has no outcome after {self._settings.push_timeout_s} s; "
+                    f"connected to the coordinator: {self._spoke.connected}"
+                )
+            return outcome
+
+    def close(self) -> None:
+        """End threads and connection."""
+        self._stop.set()
+        if self._emission is not None:
+            self._emission.cancelled.set()
+        self._spoke.close()
+        for t in self._threads:
+            t.join(self._settings.drain_timeout_s)
+
+    # ------------------------------------------------------------ loops
+
+    def _post(self, act: Callable[[], Sequence[role.Effect]]) -> None:
+        self._events.put(_Do(act), timeout=self._settings.push_timeout_s)
+
+    def _loop(self) -> None:
+        while not self._stop.is_set():
+            try:
+                event = self._events.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            try:
+                self._do(event.act())
+            except RefusedError as e:
+                _log.warning("refused: %s", e)
+            except Exception:  # noqa: BLE001 - the next order may still be obeyed
+                _log.exception("owner %s", self._source.owner)
+
+    def _worker(self) -> None:
+        while not self._stop.is_set():
+            try:
+                job = self._work.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            job()
+
+    # ------------------------------------------------------------ events
+
+    def _connected(self) -> list[role.Effect]:
+        self._send(OwnerJoin(self._source.owner, self._incarnation, CONTROL_VERSION, self._role.baseline_digest))
+        return self._ready()
+
+    def _ready(self) -> list[role.Effect]:
+        if self._waiting:
+            self._send(CandidateReady(self._source.owner, self._incarnation, self._push))
+        return []
+
+    def _order(self, data: bytes) -> Sequence[role.Effect]:
+        order = decode_order(data)
+        match order:
+            case Emit():
+                return self._role.emit(order)
+            case Fold():
+                return self._role.fold(order)
+            case Outcome():
+                with self._changed:
+                    if self._waiting and order.record_id == self._record_id:
+                        self._outcome = order
+                        self._changed.notify_all()
+                return []
+            case _:
+                raise RefusedError(f"{self._source.owner}: an owner takes no {type(order).__name__} order")
+
+    # ------------------------------------------------------------ effects
+
+    def _do(self, effects: Sequence[role.Effect]) -> None:
+        name, incarnation = self._source.owner, self._incarnation
+        for effect in effects:
+            match effect:
+                case Step():
+                    self._observe(effect)
+                case role.StartEmission():
+                    emission = Emission(
+                        effect.order, self._source, incarnation, self._delivery, self._settings.bucket_bytes
+                    )
+                    self._emission = emission
+                    self._work.put(lambda e=emission: self._emit(e))  # type: ignore[misc]
+                case role.CancelEmission():
+                    if self._emission is not None:
+                        self._emission.cancelled.set()
+                case role.DeliverManifest():
+                    self._work.put(lambda m=effect.manifest: self._seal(m))  # type: ignore[misc]
+                case role.ReportSealed():
+                    self._send(self._sealed(effect.manifest))
+                case role.ReportEmitFailed():
+                    self._send(EmitFailed(name, incarnation, effect.epoch, effect.reason, effect.fatal))
+                case role.ReadRecord():
+                    self._read_record()
+                case role.FoldBaseline():
+                    self._work.put(lambda f=effect: self._fold(f))  # type: ignore[misc]
+                case role.ReportFolded():
+                    seconds = dict(self._seconds)
+                    self._send(Folded(name, incarnation, effect.epoch, effect.baseline_digest, effect.reason, seconds))
+
+    def _emit(self, emission: Emission) -> None:
+        epoch = emission.order.epoch
+        if emission.cancelled.is_set():
+            return
+        try:
+            manifest = emission.run()
+        except CancelledError:
+            return
+        except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the epoch by its name
+            reason, fatal = f"{self._source.owner}: {type(e).__name__}: {e}", isinstance(e, RefusedError)
+            self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
+            return
+        self._seconds, self._bytes = dict(emission.seconds), emission.payload_bytes
+        self._post(lambda: self._role.emitted(manifest))
+
+    def _seal(self, m: Manifest) -> None:
+        key = manifest_key(m.record_id, m.target, m.epoch, m.owner, m.owner_incarnation)
+        try:
+            self._delivery.put(key, encode_manifest(m))
+        except DcrError as e:
+            reason = f"{m.owner}: its manifest could not be delivered: {e}"
+            self._post(lambda: self._role.emission_failed(m.epoch, reason))
+            return
+        self._post(lambda: self._role.sealed(m))
+
+    def _sealed(self, m: Manifest) -> Sealed:
+        return Sealed(
+            owner=m.owner,
+            incarnation=self._incarnation,
+            epoch=m.epoch,
+            manifest_digest=m.digest(),
+            content_digest=m.content_digest,
+            payloads=len(m.payloads),
+            payload_bytes=sum(p.size_bytes for p in m.payloads),
+            changed_entries=m.changed_entries,
+            owned_elements=m.owned_elements,
+            seconds=self._seconds,
+        )
+
+    def _fold(self, effect: role.FoldBaseline) -> None:
+        started = time.perf_counter()
+        try:
+            self._source.fold(ContentDigest.from_hex(effect.content_digest))
+        except Exception as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
+            reason = f"{type(e).__name__}: {e}"
+            self._post(lambda: self._role.fold_failed(effect.epoch, reason))
+            return
+        self._seconds = {"fold": time.perf_counter() - started}
+        digest = self._source.baseline_digest
+        assert digest is not None
+        self._post(lambda: self._role.folded(effect.epoch, digest.hex()))
+
+    def _read_record(self) -> None:
+        try:
+            stored = self._control.read(self._record_id)
+        except ControlPlaneUnavailableError as e:
+            # The order to fold is not repeated, so the read is.
+            _log.warning("%s could not read the record, and tries again: %s", self._source.owner, e)
+            time.sleep(0.2)
+            if not self._stop.is_set():
+                self._post(lambda: [role.ReadRecord()])
+            return
+        if stored is not None:
+            self._do(self._role.learned(decode_record(stored.body)))
+
+    def _send(self, report: Report) -> None:
+        self._spoke.send(encode_message(report))
+
+    def _leader_address(self) -> str | None:
+        value = self._control.lookup(self._record_id, *LEADER)
+        return None if value is None else value.decode()

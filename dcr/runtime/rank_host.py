@@ -1,0 +1,183 @@
+"""The host of one rollout rank: carries out its receiver's effects on real storage, in the process that holds it."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from dcr.data_plane.header import DEFAULT_LIMITS, Limits
+from dcr.data_plane.item import Item, TensorSpec
+from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.payload import decode_payload, payload_digest
+from dcr.data_plane.prewarm import LoaderClass
+from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
+from dcr.protocol.identity import PayloadIdentity, decode_manifest
+from dcr.protocol.messages import OpenApply, Prepare, StorageState
+from dcr.protocol.receiver import UNKNOWN, BeginWrite, Effect, Receiver, Synchronise
+from dcr.protocol.step import Step
+from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.rank_messages import (
+    Answer,
+    Attach,
+    Attached,
+    Learn,
+    Payload,
+    Request,
+    Result,
+    SealedManifest,
+    Undeliverable,
+    decode_request,
+    encode,
+)
+
+StorageFactory = Callable[[Sequence[TensorSpec]], LoaderPath]
+
+_NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
+
+
+class RankHost:
+    """One receiver and its storage.  Calls come one at a time.
+
+    The memory of what was applied is made with the storage's host and lost with it (DESIGN D7): a node agent that
+    restarts attaches again and finds it; a rank that restarts has a new incarnation.
+
+    Args:
+        storage_factory: makes the loader path over this rank's storage from the canonical tensors.
+        state_incarnation: a number new with every start of the process that holds the storage.
+        limits: what one payload may hold.
+        observe: called with every step, in this process.
+    """
+
+    def __init__(
+        self,
+        storage_factory: StorageFactory,
+        *,
+        state_incarnation: int,
+        limits: Limits = DEFAULT_LIMITS,
+        observe: Observer = log_step,
+    ) -> None:
+        self._factory = storage_factory
+        self._incarnation = state_incarnation
+        self._limits = limits
+        self._observe = observe
+        self._attach: Attach | None = None
+        self._attached: Attached | None = None
+        self._storage: LoaderPath | None = None
+        self._receiver: Receiver | None = None
+        self._known: dict[str, TensorSpec] = {}
+        self._seconds: dict[str, float] = {}
+        self._seconds_epoch = -1
+
+    def call(self, request: bytes) -> bytes:
+        """Take one request, return one answer; refusals are answers, and change nothing."""
+        try:
+            results = self._take(decode_request(request))
+        except RefusedError as e:
+            corrupt = isinstance(e, CorruptPayloadError)
+            return encode(Answer((), self._state, refused=f"{type(e).__name__}: {e}", corrupt=corrupt))
+        return encode(Answer(tuple(results), self._state, seconds=dict(self._seconds)))
+
+    @property
+    def _state(self) -> StorageState:
+        return _NOTHING_KNOWN if self._receiver is None else self._receiver.state
+
+    def _take(self, request: Request) -> list[Result]:
+        if isinstance(request, Attach):
+            return [self._attach_to(request)]
+        receiver = self._receiver
+        if receiver is None:
+            raise RefusedError("the rank was sent an order before a node agent attached to it")
+        match request:
+            case Prepare():
+                return self._carry_out(receiver.prepare(request))
+            case OpenApply():
+                return self._carry_out(receiver.open_apply(request.record_id, request.epoch))
+            case Payload():
+                return self._payload(receiver, request)
+            case SealedManifest():
+                manifest = decode_manifest(request.data)
+                if (manifest.owner, manifest.epoch) != (request.owner, request.epoch):
+                    raise CorruptPayloadError(
+                        f"manifest fetched for {request.owner}, epoch {request.epoch}, is of {manifest.owner}, epoch "
+                        f"{manifest.epoch}"
+                    )
+                return self._carry_out(receiver.manifest(manifest))
+            case Undeliverable():
+                return self._carry_out(receiver.undeliverable(request.epoch, request.reason))
+            case Learn():
+                return self._carry_out(receiver.learn(request.record))
+
+    def _attach_to(self, request: Attach) -> Attached:
+        if self._attached is not None:
+            if request != self._attach:
+                raise RefusedError(
+                    f"engine {request.engine}: a node agent is attached already, as another engine, to another record "
+                    "or with other canonical tensors; restart the engine"
+                )
+            return self._attached
+        specs = [s.spec for s in request.specs]
+        storage = self._factory(specs)
+        prewarm = storage.prewarm()
+        by_class: dict[LoaderClass, list[str]] = {c: [] for c in LoaderClass}
+        for name, c in sorted(prewarm.classes.items()):
+            by_class[c].append(name)
+        self._storage = storage
+        self._known = {s.name: s for s in specs}
+        self._receiver = Receiver(request.engine, request.record_id, request.loaded_digest)
+        self._attach = request
+        self._attached = Attached(
+            self._incarnation,
+            tuple(by_class[LoaderClass.TRANSFORMING]),
+            tuple(by_class[LoaderClass.SKIPPED]),
+            {name: prewarm.reasons[name] for name in by_class[LoaderClass.REFUSED]},
+        )
+        return self._attached
+
+    def _payload(self, receiver: Receiver, request: Payload) -> list[Result]:
+        started = time.perf_counter()
+        header, items = decode_payload(request.data, self._limits, self._known)
+        if header.identity != request.identity:
+            raise CorruptPayloadError(f"bytes fetched for {request.identity} are payload {header.identity}")
+        digest = payload_digest(request.data)
+        self._took(request.identity.epoch, "decode", started)
+        return self._carry_out(receiver.payload(header.identity, header.base, digest, header.entries), items)
+
+    def _carry_out(self, effects: list[Effect], items: Sequence[Item] = ()) -> list[Result]:
+        """Carry out effects in order; what they lead to is carried out in their place."""
+        assert self._receiver is not None
+        assert self._storage is not None
+        results: list[Result] = []
+        for effect in effects:
+            match effect:
+                case Step():
+                    self._observe(effect)
+                case BeginWrite():
+                    results += self._carry_out(self._write(self._receiver, self._storage, effect.identity, items))
+                case Synchronise():
+                    results += self._carry_out(self._synchronise(self._receiver, self._storage, effect.epoch))
+                case _:
+                    results.append(effect)
+        return results
+
+    def _write(
+        self, receiver: Receiver, storage: LoaderPath, identity: PayloadIdentity, items: Sequence[Item]
+    ) -> list[Effect]:
+        started = time.perf_counter()
+        try:
+            storage.apply(items)
+        except Exception as e:  # noqa: BLE001 - a native loader may raise anything; the epoch fails by its name
+            return receiver.write_failed(identity, f"{type(e).__name__}: {e}")
+        self._took(identity.epoch, "apply", started)
+        return receiver.write_ended(identity)
+
+    def _synchronise(self, receiver: Receiver, storage: LoaderPath, epoch: int) -> list[Effect]:
+        started = time.perf_counter()
+        try:
+            storage.synchronise()
+        except (DcrError, RuntimeError) as e:
+            return receiver.synchronise_failed(epoch, f"{type(e).__name__}: {e}")
+        self._took(epoch, "synchronise", started)
+        return receiver.synchronised(epoch)
+
+    def _took(self, epoch: int, stage: str, started: float) -> None:
+        if epoch != self._seconds_epoch:
+            self._seconds_epoch, self._seconds = epoch, {}
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started

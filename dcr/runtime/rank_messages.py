@@ -1,0 +1,125 @@
+"""What a node agent and the host of one rank say to each other; bytes, since the rank may live in another process."""
+
+import msgspec
+
+from dcr.data_plane.bits import dtype_name, dtype_of
+from dcr.data_plane.item import TensorSpec
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.identity import PayloadIdentity
+from dcr.protocol.messages import OpenApply, Prepare, StorageState
+from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankState
+from dcr.protocol.record import CommitRecord
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class WireSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A canonical tensor's spec in plain values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, spec: TensorSpec) -> "WireSpec":
+        """From a spec."""
+        return cls(spec.name, spec.shape, dtype_name(spec.dtype))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Back to a spec."""
+        return TensorSpec(self.name, self.shape, dtype_of(self.dtype))
+
+
+class Attach(_Message, frozen=True):
+    """First call of a node agent: learn the storage, or find it as an earlier agent left it."""
+
+    engine: str
+    record_id: str
+    specs: tuple[WireSpec, ...]
+    loaded_digest: str
+    """Content digest of what the loader was fed; empty if unknown."""
+
+
+class Payload(_Message, frozen=True):
+    """Bytes fetched for this identity."""
+
+    identity: PayloadIdentity
+    data: bytes
+
+
+class SealedManifest(_Message, frozen=True):
+    """Manifest bytes fetched for an owner and epoch."""
+
+    owner: str
+    epoch: int
+    data: bytes
+
+
+class Undeliverable(_Message, frozen=True):
+    """Something of this epoch cannot be fetched."""
+
+    epoch: int
+    reason: str
+
+
+class Learn(_Message, frozen=True):
+    """K was read."""
+
+    record: CommitRecord
+
+
+Request = Attach | Prepare | OpenApply | Payload | SealedManifest | Undeliverable | Learn
+
+
+class Attached(_Message, frozen=True):
+    """What the rank is."""
+
+    incarnation: int
+    set_only: tuple[str, ...]
+    skipped: tuple[str, ...]
+    refused: dict[str, str]
+
+
+Result = Attached | RankPrepared | RankAcknowledged | RankFailed | RankState
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rank's answer to one request."""
+
+    results: tuple[Result, ...]
+    state: StorageState
+    refused: str = ""
+    """Why the request was refused; then nothing was changed."""
+    corrupt: bool = False
+    """The refusal is about the bytes as fetched; fetching them again may help."""
+    seconds: dict[str, float] = {}
+    """Stage times of the epoch so far, with an acknowledgement."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """Bytes of a request or an answer."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """Read a request; RefusedError on anything else."""
+    try:
+        return _request_decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise RefusedError(f"the rank was sent something that is no request of this version of dcr: {e}") from e
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Read an answer; RefusedError on anything else."""
+    try:
+        return _answer_decoder.decode(data)
+    except msgspec.MsgspecError as e:
+        raise RefusedError(f"the rank answered with something that is no answer of this version of dcr: {e}") from e

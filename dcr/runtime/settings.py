@@ -1,0 +1,68 @@
+"""Every bound of the runtime, in one validated object."""
+
+from typing import Self
+
+import msgspec
+
+from dcr.protocol.errors import RefusedError
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds and sizes; the defaults are right on one machine.  Times are in seconds, sizes in bytes."""
+
+    operation: str = "add"
+    """Relative operation where it is allowed: ``add`` (smaller) or ``xor`` (the paper's)."""
+    bucket_bytes: int = 8 << 20
+    """Entries packed into one payload, before compression."""
+    chunk_elements: int = 1 << 22
+    """Elements compared with the baseline at a time."""
+    members_min: int = 1
+    """Fewest engines that a commit needs."""
+    attempts_max: int = 4
+    """Attempts of one push before the transition stops."""
+    restores_max: int = 3
+    """Failed restores of one engine's incarnation before it is refused."""
+    prepare_timeout_s: float = 120.0
+    """From the order to prepare until every member is fenced, drained and gated."""
+    ack_timeout_s: float = 600.0
+    """From open_apply until every member has acknowledged."""
+    fold_timeout_s: float = 600.0
+    """From the commit until every owner's baseline holds it."""
+    restore_timeout_s: float = 1200.0
+    """A whole restore session."""
+    members_timeout_s: float = 300.0
+    """How long a push waits for ``members_min`` engines."""
+    owners_timeout_s: float = 120.0
+    """How long a push waits for an owner whose connection was lost."""
+    push_timeout_s: float = 7200.0
+    """A whole push on one rank; longer than all its attempts together."""
+    drain_timeout_s: float = 60.0
+    """How long running requests may take to leave a closing gate."""
+    delivery_timeout_s: float = 60.0
+    """How long a payload that a manifest lists may stay out of sight."""
+    connect_timeout_s: float = 60.0
+    """First connection of an owner or node to the coordinator."""
+    fetch_poll_s: float = 0.004
+    """Pause between looks for the next payload when none was there."""
+    record_poll_s: float = 0.5
+    """How often a node reads the commit record by itself."""
+    retain_epochs: int = 8
+    """Epochs of payloads kept in the delivery store; older ones are swept."""
+    events_max: int = 10_000
+    """Events waiting in one role's queue."""
+
+    def __post_init__(self) -> None:
+        if self.operation not in ("add", "xor"):
+            raise RefusedError(f"setting operation: {self.operation!r} is not one of add, xor")
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not isinstance(value, str) and not value > 0:
+                raise RefusedError(f"setting {name}: {value!r} must be greater than 0")
+
+    @classmethod
+    def of(cls, values: dict[str, object]) -> Self:
+        """Settings from a plain mapping; RefusedError names an unknown key or a value of the wrong type."""
+        try:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as e:
+            raise RefusedError(f"settings: {e}") from e

@@ -1,0 +1,49 @@
+"""What an owner host needs of a trainer: one rank's share of the canonical elements, and their committed baseline."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from dcr.data_plane.content_digest import ContentDigest
+from dcr.data_plane.item import Change, TensorSpec
+from dcr.protocol.identity import Kind
+
+
+class Source(Protocol):
+    """One owner's share (paper section 4.1).  Calls come from one thread at a time."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        """All canonical tensors of the checkpoint, the same on every rank."""
+        ...
+
+    @property
+    def owner(self) -> str:
+        """This owner's name, unique among the ranks."""
+        ...
+
+    @property
+    def owned_elements(self) -> int:
+        """How many canonical elements this owner answers for."""
+        ...
+
+    @property
+    def baseline_digest(self) -> ContentDigest | None:
+        """Content digest of its share of the committed version; None when the baseline is lost."""
+        ...
+
+    @property
+    def candidate_digest(self) -> ContentDigest | None:
+        """Content digest of its share of the target, once ``changes`` of a forward kind was exhausted."""
+        ...
+
+    def changes(self, kind: Kind) -> Iterator[Change]:
+        """What has to be sent: changed elements against the baseline, or every element for dense and restore kinds.
+
+        For every kind but restore the weights must stay as they are until the iterator is exhausted; a restore reads
+        the baseline alone.
+        """
+        ...
+
+    def fold(self, expected: ContentDigest) -> None:
+        """Copy the weights into the baseline, in place; DcrError if that is not the content expected."""
+        ...

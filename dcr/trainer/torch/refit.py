@@ -1,0 +1,201 @@
+"""The trainer's front door: every rank of a torch trainer pushes its weights to the rollout engines."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from dcr.control_plane.address import open_control_plane
+from dcr.delivery.address import open_delivery
+from dcr.protocol.errors import DcrError
+from dcr.protocol.messages import Outcome
+from dcr.runtime.coordinator_host import CoordinatorHost
+from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.owner_host import OwnerHost
+from dcr.runtime.secret import load_or_create_secret
+from dcr.runtime.secret_path import secret_path
+from dcr.runtime.settings import Settings
+from dcr.trainer.torch.source import TorchSource
+
+
+class PushError(DcrError):
+    """A push did not end in a commit; the message says what stopped it, and what can be done."""
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """How a push went.  Sums are over all owners; times, in seconds, are those of the slowest.
+
+    Attributes:
+        version: the version now committed.
+        kind: kind of the attempt that committed: relative, absolute or dense.
+        attempts: attempts that this push took.
+        failures: what stopped the attempts before the last, and what went wrong after the commit.
+        members: names of the engines that hold the version.
+        changed_entries: elements sent.
+        elements: elements of the checkpoint.
+        payloads: number of payloads.
+        payload_bytes: their size.
+        wall_s: the whole push, on this rank.
+        stages: seconds by stage: detect, encode, deliver, decode, apply, synchronise, fold.
+    """
+
+    version: int
+    kind: str
+    attempts: int
+    failures: tuple[str, ...]
+    members: tuple[str, ...]
+    changed_entries: int
+    elements: int
+    payloads: int
+    payload_bytes: int
+    wall_s: float
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+class TrainerRefit:
+    """One on every training rank, made after the model; the construction is collective.
+
+    ::
+
+        refit = TrainerRefit(model, control="sqlite:///run/record.db", delivery="file:///run/payloads")
+        report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
+
+    Args:
+        model: a module with plain or DTensor parameters (FSDP2, tensor parallel).
+        control: address of the control plane.
+        delivery: address of the delivery store.
+        record_id: the commit record of this trainer; unique among trainers that share a control plane.
+        save_path: from a full state dict to the checkpoint's canonical tensors; see ``TorchSource``.
+        process_group: the ranks that hold the model; the default group, or one rank alone.
+        settings: bounds, as ``Settings`` or as a mapping of some of its fields.
+        observe: called with every protocol step of this rank's roles.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        control: str,
+        delivery: str,
+        record_id: str = "default",
+        save_path: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        settings: Settings | dict[str, object] | None = None,
+        observe: Observer = log_step,
+    ) -> None:
+        bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
+        self.source = TorchSource(
+            model, save_path=save_path, process_group=process_group, chunk_elements=bounds.chunk_elements
+        )
+        distributed = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank(process_group) if distributed else 0
+        owners = [self.source.owner]
+        if distributed:
+            owners = [""] * dist.get_world_size(process_group)
+            dist.all_gather_object(owners, self.source.owner, group=process_group)
+        self._control = open_control_plane(control)
+        self._delivery = open_delivery(delivery)
+        secret = load_or_create_secret(secret_path(control))
+        self._coordinator: CoordinatorHost | None = None
+        if rank == 0:
+            self._coordinator = CoordinatorHost(
+                record_id=record_id,
+                leader=f"leader-{time.time_ns():x}-{secrets.token_hex(4)}",
+                owners=owners,
+                control=self._control,
+                delivery=self._delivery,
+                secret=secret,
+                settings=bounds,
+                observe=observe,
+            )
+        self._host = OwnerHost(
+            self.source,
+            incarnation=time.time_ns(),
+            record_id=record_id,
+            control=self._control,
+            delivery=self._delivery,
+            secret=secret,
+            settings=bounds,
+            observe=observe,
+        )
+        self._host.wait_connected()
+
+    def push(self, *, dense: bool = False) -> RefitReport:
+        """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.
+
+        Args:
+            dense: send every element, whatever engines and baseline hold (the operator's way out of a stopped
+                transition); it is enough to say so on the first rank.
+
+        Raises:
+            PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
+            PushTimeoutError: no outcome in time.
+        """
+        if dense and self._coordinator is not None:
+            self._coordinator.dense_next()
+        started = time.perf_counter()
+        outcome = self._host.push()
+        if outcome.error:
+            raise PushError(outcome.error)
+        return _report(outcome, time.perf_counter() - started)
+
+    def abandon(self) -> None:
+        """Give up a stopped transition: engines that it tore are restored to the committed version.
+
+        Call it on the first rank before pushing other weights; on the other ranks it does nothing.
+        """
+        if self._coordinator is not None:
+            self._coordinator.abandon()
+
+    def close(self) -> None:
+        """End threads and connections; engines go on serving what they serve."""
+        self._host.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
+        self._control.close()
+        self._delivery.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _report(outcome: Outcome, wall_s: float) -> RefitReport:
+    s = dict(outcome.summary)
+
+    def names(key: str) -> tuple[str, ...]:
+        value = s.get(key, [])
+        assert isinstance(value, list)
+        return tuple(value)
+
+    def count(key: str) -> int:
+        value = s[key]
+        assert isinstance(value, int)
+        return value
+
+    prefix = "seconds_"
+    return RefitReport(
+        version=outcome.version,
+        kind=str(s["kind"]),
+        attempts=count("attempts"),
+        failures=names("failures"),
+        members=names("members"),
+        changed_entries=count("changed_entries"),
+        elements=count("elements"),
+        payloads=count("payloads"),
+        payload_bytes=count("payload_bytes"),
+        wall_s=wall_s,
+        stages={
+            k.removeprefix(prefix): float(v) for k, v in s.items() if k.startswith(prefix) and isinstance(v, float)
+        },
+    )
