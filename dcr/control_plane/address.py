@@ -23,6 +23,13 @@ def open_control_plane(address: str, settings: ControlPlaneSettings = _DEFAULT) 
     """
     parts = urlsplit(address)
     path = Path(unquote(parts.path))
-    if parts.scheme != "sqlite" or parts.netloc or parts.query or parts.fragment or not path.name or not path.is_absolute():
+    if (
+        parts.scheme != "sqlite"
+        or parts.netloc
+        or parts.query
+        or parts.fragment
+        or not path.name
+        or not path.is_absolute()
+    ):
         raise RefusedError(f"control plane address {address!r}: must be of the form sqlite:///absolute/path.db")
     return SqliteControlPlane(path, settings)

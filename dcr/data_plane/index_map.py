@@ -308,8 +308,8 @@ def fit(source: torch.Tensor, target: torch.Tensor, *, boxes_max: int = BOXES_MA
         target = target[order]
     if int(source[0]) < 0 or int(target.min()) < 0:
         raise RefusedError("index map: indices must not be negative")
-    if bool((source[1:] == source[:-1]).any()) or torch.unique(target).numel() != target.numel():
-        raise RefusedError("index map: an index occurs twice; only one-to-one maps have a fit")
+    if bool((source[1:] == source[:-1]).any()):
+        raise RefusedError("index map: a source index occurs twice; only one-to-one maps have a fit")
     table = _Table.of_pairs(source, target)
     while (merged := table.merge()).rows < table.rows:
         table = merged
@@ -318,7 +318,7 @@ def fit(source: torch.Tensor, target: torch.Tensor, *, boxes_max: int = BOXES_MA
             f"index map: {source.numel()} pairs need {table.rows} boxes, more than boxes_max = {boxes_max}; "
             "the layout is scattered: raise boxes_max or treat the tensor as residual"
         )
-    index_map = IndexMap(table.boxes())
+    index_map = IndexMap.union(table.boxes())  # refuses a target that occurs twice
     expanded = index_map.expand()
     assert torch.equal(expanded[0], source), "a fitted index map must hold exactly its sources"
     assert torch.equal(expanded[1], target), "a fitted index map must hold exactly its targets"

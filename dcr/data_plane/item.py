@@ -53,6 +53,8 @@ class Item:
     values: torch.Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.operation, Operation):
+            raise RefusedError(f"item {self.spec.name}: {self.operation!r} is no Operation")
         if self.indices.dtype != torch.int64 or self.indices.dim() != 1:
             raise RefusedError(f"item {self.spec.name}: indices must be one-dimensional int64")
         if self.values.dtype != bits_dtype(self.spec.dtype) or self.values.shape != self.indices.shape:

@@ -50,6 +50,8 @@ class _ApplyWatch(WriteWatch):  # type: ignore[no-untyped-call]  # torch's own h
 
     def _check(self, write: Write) -> int:
         """The position of a write, which must be the one that was learned for it."""
+        if self.error is not None:
+            raise self.error  # the loader went on after an error
         position = self.writes
         expected = self._learned.writes
         if position >= len(expected) or write != expected[position]:
@@ -178,10 +180,11 @@ class LoaderPath:
             PartialWriteError: the same, noticed after the first byte was written.
         """
         work = [(item, one) for item in items if (one := self._admit(item)) is not None]
-        self._check_storage(_Progress())
+        self._check_storage()
         progress = _Progress()
         copies = sum(self._apply_one(item, one, progress) for item, one in work)
-        self._check_storage(progress)
+        if rebound := self._residents.rebound():
+            raise progress.error(rebound[0], "the loader has bound other memory to the name")
         return copies
 
     def synchronise(self) -> None:
@@ -208,7 +211,7 @@ class LoaderPath:
             raise RefusedError(f"item {name}: {item.operation} through a transforming loader; only set is exact")
         return None if cls is LoaderClass.SKIPPED or item.entries == 0 else self._prewarm.learned[name]
 
-    def _check_storage(self, progress: _Progress) -> None:
+    def _check_storage(self) -> None:
         if self._prewarm is None or self.fingerprint() == self._fingerprint:
             return
         old, new = self._residents.layout, Residents(self._model).layout
@@ -216,7 +219,7 @@ class LoaderPath:
             set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)}
         )
         what = moved[0] if moved else "resident memory that the loader consults"
-        raise progress.error(what, "moved, rebound or changed since prewarm; prewarm again")
+        raise RefusedError(f"{what} moved, was rebound or changed since prewarm; nothing was written, prewarm again")
 
     def _apply_one(self, item: Item, learned: Learned, progress: _Progress) -> int:
         spec = item.spec

@@ -125,6 +125,7 @@ class _Call:
     consulted: frozenset[Region] = frozenset()
     past_the_watch: str = ""
     threads: int = 0
+    touched: set[Region] = field(default_factory=set)
 
     def copies_of(self, name: str) -> Counter[Region]:
         return Counter(w.region for w in self.writes if w.origin == name)
@@ -145,6 +146,7 @@ class _Learner:
         self._device = device
         self._snapshot: Snapshot | None = None
         self._consulted: dict[str, frozenset[Region]] = {}
+        self._touched: dict[str, set[Region]] = {s.name: set() for s in specs}
 
     def learn(self) -> Prewarm:
         before = self._residents.checksums()
@@ -156,12 +158,14 @@ class _Learner:
                 learned[spec.name] = self._alone(spec, together)
             except RefusedError as e:
                 reasons[spec.name] = str(e)
-        if self._residents.checksums() != before or self._residents.rebound():
-            changed = self._residents.rebound() or "resident memory"
-            self._residents.rebind()
-            raise RefusedError(f"the loader changed {changed} past the watch during prewarm; restore this engine")
-        reasons |= find_clashes({n: one.writes for n, one in learned.items() if n not in reasons})
+        rebound = self._residents.rebound()
+        self._residents.rebind()
+        if rebound or self._residents.checksums() != before:
+            what = ", ".join(rebound[:8]) or "resident memory"
+            raise RefusedError(f"the loader changed {what} past the watch during prewarm; restore this engine")
+        reasons |= find_clashes({n: one.writes for n, one in learned.items()})
         reasons |= self._unstable(learned)
+        reasons |= self._beside_refused(learned, reasons)
         for name, one in learned.items():
             if name not in reasons:
                 try:
@@ -197,16 +201,17 @@ class _Learner:
                 call.error = f"{type(e).__name__}: {e}"[:300]
         call.threads = threads()
         call.writes, call.refusals = tuple(watch.writes), watch.refusals
+        call.touched = watch.refused_regions | {w.region for w in watch.writes}
         intact = watch.undo()
-        rebound = self._residents.rebound()
-        if rebound:
+        if replaced := self._residents.replaced():
             self._residents.rebind()
-            call.past_the_watch = f"rebinds {rebound[0]}"
+            call.past_the_watch = f"rebinds {replaced[0]}"
         if real:
             assert self._snapshot is not None
             changed = self._snapshot.changed()
             if changed or not intact:
                 self._snapshot.restore()
+                call.touched |= {Region.of(self._residents.by_name[n]) for n in changed}
                 where = changed[0] if changed else "what it had written"
                 call.past_the_watch = call.past_the_watch or f"changes {where} past the watch"
         return call
@@ -230,8 +235,12 @@ class _Learner:
             raise RefusedError(f"the loader fails when it is loaded alone: {call.error}")
         if not real and (call.threads or (not call.writes and call.reported is None)):
             again = self._call([spec], real=True)
+            self._touched[spec.name] |= again.touched
             if again.past_the_watch or again.writes != call.writes:
                 raise RefusedError(again.past_the_watch or "the loader writes differently when it sees values")
+        for origins, reason in together.refusals if together else ():
+            if spec.name in origins or (not origins and not call.writes):
+                raise RefusedError(f"loaded with the other tensors: {reason}")
         if not any(w.origin for w in call.writes):
             self._check_skip(call, expected)
         elif expected is not None and call.copies_of(spec.name) != expected:
@@ -246,6 +255,7 @@ class _Learner:
         call = _Call()
         for real, execute in ((False, False), (True, False), (True, True)):
             call = self._call([spec], real=real, execute=execute)
+            self._touched[spec.name] |= call.touched
             if call.refusals or call.past_the_watch:
                 raise RefusedError(call.refusals[0][1] if call.refusals else f"the loader {call.past_the_watch}")
             if not call.error:
@@ -290,6 +300,17 @@ class _Learner:
             n: "the loader reads resident values that a load writes"
             for n in learned
             if any(consulted[r] for r in self._reads(n))
+        }
+
+    def _beside_refused(self, learned: dict[str, Learned], reasons: dict[str, str]) -> dict[str, str]:
+        """Tensors that write memory which a refused one touches: a dense load would write both."""
+        refused = [(n, r) for n in reasons for r in self._touched[n]]
+        return {
+            n: f"the same memory is touched by {culprit}, which is refused"
+            for n, one in learned.items()
+            if n not in reasons
+            for culprit in [next((c for c, r in refused for w in one.writes if share_memory(r, w.region)), None)]
+            if culprit is not None
         }
 
     def _reads(self, name: str) -> frozenset[Region]:

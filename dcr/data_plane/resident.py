@@ -44,10 +44,14 @@ class _Binding:
     tensor: torch.Tensor
     memory: torch.Tensor  # a second handle on the same memory, for undoing `tensor.data = ...`
 
+    def replaced(self) -> bool:
+        """Whether another object has taken the name."""
+        return self.table is not None and self.table.get(self.key) is not self.tensor
+
     def rebound(self) -> bool:
         """Whether another object, or other memory, has taken the name."""
-        now = self.tensor if self.table is None else self.table.get(self.key)
-        return now is not self.tensor or now.data_ptr() != self.memory.data_ptr() or now.shape != self.memory.shape
+        t, memory = self.tensor, self.memory
+        return self.replaced() or t.data_ptr() != memory.data_ptr() or t.shape != memory.shape
 
     def restore(self) -> None:
         """Bind the old tensor with its old memory again."""
@@ -129,6 +133,10 @@ class Residents:
         offset = (region.address - span.start) // region.dtype.itemsize
         empty = torch.empty(0, dtype=region.dtype, device=span.storage.device)
         return empty.set_(span.storage, offset, region.size, region.stride)
+
+    def replaced(self) -> list[str]:
+        """Names that another tensor object has taken; cheaper than ``rebound``."""
+        return [b.name for b in self._bindings if b.replaced()]
 
     def rebound(self) -> list[str]:
         """Names whose tensor object or memory is no longer the registered one."""

@@ -89,6 +89,10 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     Everything the loader's own thread does to a tensor passes here.  Reads and moves of canonical values are followed
     by :class:`Provenance`; what cannot be followed goes to :meth:`refuse`.
+
+    Attributes:
+        consulted: resident memory that was read as it was before the call.
+        refused_regions: resident memory that a refused operation would have written.
     """
 
     def __init__(self, residents: Residents) -> None:
@@ -96,6 +100,7 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.residents = residents
         self.provenance = Provenance()
         self.consulted: set[Region] = set()
+        self.refused_regions: set[Region] = set()
         self._written: dict[Region, Source] = {}
         self._fresh: dict[int, torch.UntypedStorage] = {}
 
@@ -140,6 +145,8 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 origins = source.origins if source else origins
         else:
             return
+        if self.residents.span(tensor) is not None:
+            self.refused_regions.add(Region.of(tensor))
         reason = f"{how} reaches {what} past the watch"
         self.refuse(origins, reason)
         raise RefusedError(f"the loader was stopped: {reason}")
@@ -175,6 +182,7 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 return written[0]
             return self._plain(func, traits, args, kwargs, targets)
         except UntraceableError as e:
+            self.refused_regions.update(Region.of(t) for t in targets if self.residents.span(t) is not None)
             self.refuse(e.origins, e.reason)
             return written[0] if targets else func(*args, **kwargs)
 

@@ -20,6 +20,13 @@ def open_delivery(address: str) -> Delivery:
     """
     parts = urlsplit(address)
     path = Path(unquote(parts.path))
-    if parts.scheme != "file" or parts.netloc or parts.query or parts.fragment or not path.name or not path.is_absolute():
+    if (
+        parts.scheme != "file"
+        or parts.netloc
+        or parts.query
+        or parts.fragment
+        or not path.name
+        or not path.is_absolute()
+    ):
         raise RefusedError(f"delivery address {address!r}: must be of the form file:///absolute/folder")
     return FolderDelivery(path)

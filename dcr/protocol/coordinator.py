@@ -4,6 +4,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
 from dcr.protocol.fleet import Engine, Fleet
 from dcr.protocol.identity import Base, Kind
@@ -56,6 +58,9 @@ class _OwnerSeat:
     connected: bool = False
     baseline_digest: str = ""
     ready: int = 0
+    """The push that waits for its outcome; 0 if none does."""
+    done: int = 0
+    """The last push that got its outcome."""
 
 
 class Coordinator:
@@ -114,7 +119,8 @@ class Coordinator:
         self._operations_made = 0
         self._timer = 0
         self._waiting = ("", 0)
-        self._pushes = 0
+        self._candidates = 0
+        self._outcome: Outcome | None = None
         self._budget_from: int | None = None  # attempts in K when the push in progress began
         self._candidate = ""
         self._failures: list[str] = []
@@ -134,6 +140,8 @@ class Coordinator:
             return []
         match report:
             case CandidateReady():
+                if report.push <= seat.done and self._outcome is not None:
+                    return [self._tell(report.owner, self._outcome)]  # it may have been lost with a connection
                 seat.ready = report.push
                 return self._proceed()
             case Sealed():
@@ -166,7 +174,7 @@ class Coordinator:
         seat.connected = True
         seat.baseline_digest = report.baseline_digest
         if restarted:
-            seat.ready = 0
+            seat.ready = seat.done = 0
         if self.phase is Phase.STARTING and self.record is None and self._write is None:
             return [ReadRecord()] if all(s.connected for s in self._owners.values()) else []
         effects: list[Effect] = []
@@ -199,7 +207,8 @@ class Coordinator:
             case AttemptFailed():
                 return self._member_failed(engine, report)
             case Serving():
-                return [Step(self.leader, "MemberServes", report.epoch, f"{report.engine} at {report.version}")]
+                step = Step(self.leader, "MemberServes", report.epoch, f"{report.engine} at {report.version}")
+                return [step, *self._proceed()]
 
     def member_lost(self, engine: str, incarnation: int) -> list[Effect]:
         """An engine's connection ended."""
@@ -267,6 +276,7 @@ class Coordinator:
         step = Step(self.leader, w.reason, w.record.epoch)
         match w.reason:
             case "CreateRecord" | "Admit" | "Abandon":
+                self._session = None
                 self.phase = Phase.IDLE
                 return [step, *self._publish(), *self._proceed()]
             case "TakeOver":
@@ -329,7 +339,7 @@ class Coordinator:
             what = f"owners {', '.join(missing)}" if missing else f"{self.members_min} member(s)"
             self._failures.append(f"time-out: waited for {what}")
             if self.record.open is not None and not self.record.open.stopped:
-                return self._cas(self.record.stop(), "Stop")
+                return self._stop()
             return self._push_over(self._failures[-1])
         return []
 
@@ -354,10 +364,9 @@ class Coordinator:
         """Start whatever is due, if nothing is under way."""
         if self.phase is not Phase.IDLE or self.record is None:
             return []
-        if self._abandoning:
-            self._abandoning = False
-            if self.record.open is not None:
-                return self._cas(self.record.abandon(), "Abandon")
+        abandoning, self._abandoning = self._abandoning, False
+        if self.record.open is not None and (abandoning or self._candidate_lost(self.record.open)):
+            return self._cas(self.record.abandon(), "Abandon")
         if self._ready():
             return self._open_attempt()
         return self._take_in() if self.record.open is None else []
@@ -385,12 +394,19 @@ class Coordinator:
         k, tr = self.record, self.record.open
         counted = 0 if tr is None else tr.attempts
         if self._budget_from is None:
+            if tr is not None and not tr.content_digest:
+                # Nothing can tell whether these are still the weights that tore the members: start anew (DESIGN D10).
+                return self._cas(k.abandon(), "Abandon")
             self._budget_from = counted
             self._failures = []
-            self._pushes += 1
-            self._candidate = f"v{k.version + 1}-{self.leader}-{self._pushes}" if tr is None else tr.candidate
+        if tr is None:
+            self._budget_from = 0
+            self._candidates += 1
+            self._candidate = f"v{k.version + 1}-{self.leader}-{self._candidates}"
+        else:
+            self._candidate = tr.candidate
         if counted - self._budget_from >= self.attempts_max:
-            return self._cas(k.stop(), "Stop")
+            return self._stop()
         if not all(seat.connected for seat in self._owners.values()):
             return self._wait("owners")
         chosen = self._choose_kind(counted)
@@ -399,8 +415,6 @@ class Coordinator:
             return (self._take_in() if tr is None else []) or self._wait("members")
         base, engines = chosen
         operations = self.fleet.common_operations(engines)
-        last = self._session
-        found = "" if last is None or last.restore else last.content_digest
         transition = OpenTransition(
             target=k.version + 1,
             candidate=self._candidate,
@@ -409,7 +423,7 @@ class Coordinator:
             owners=tuple(OwnerRef(name, seat.incarnation) for name, seat in sorted(self._owners.items())),
             wire_version=self.fleet.wire_version,
             operations=operations,
-            content_digest="" if tr is None else tr.content_digest or found,
+            content_digest="" if tr is None else tr.content_digest or self._content_found,
         )
         refs = tuple(e.member for e in engines)
         evicted = [m for m in k.members if m not in refs]
@@ -439,6 +453,20 @@ class Coordinator:
                 return base, engines
         return None
 
+    @property
+    def _content_found(self) -> str:
+        """The candidate's content digest, if the last attempt has found it."""
+        s = self._session
+        return "" if s is None or s.restore else s.content_digest
+
+    def _candidate_lost(self, tr: OpenTransition) -> bool:
+        """True if an owner restarted since: its weights may be others, and the candidate died with it (D17)."""
+        return any(self._owners[o.owner].incarnation != o.incarnation for o in tr.owners)
+
+    def _stop(self) -> list[Effect]:
+        assert self.record is not None
+        return self._cas(self.record.stop(self._content_found), "Stop")
+
     def _start_session(self) -> list[Effect]:
         s = self._session
         assert s is not None
@@ -463,6 +491,10 @@ class Coordinator:
         assert self.record is not None
         if not admits(engine.seen(self.record), s.base):
             return self._out_of_session(m, f"cannot take a {s.base.kind.value} attempt: it holds {report.state}")
+        if s.restore and engine.holds_committed(self.record):
+            s.drop(m)  # it learned meanwhile that it needs none
+            step = Step(self.leader, "SkipRestore", s.epoch, m.engine)
+            return [step, *self._go_on(s)]
         s.prepared.add(m)
         return self._open_apply(s)
 
@@ -531,9 +563,14 @@ class Coordinator:
         self._restore_failed(m, reason)
         s.drop(m)
         step = Step(self.leader, "RestoreFailed", s.epoch, f"{m.engine}: {reason}")
+        told = self._tell_refused(filter(None, [self.fleet.of(m)]))
+        return [step, *told, *self._go_on(s)]
+
+    def _go_on(self, s: Session) -> list[Effect]:
+        """Go on with a restore that a member has left."""
         if not s.members:
-            return [step, *self._session_failed("no engine is left in the restore")]
-        return [step, *self._open_apply(s), *self._complete(s)]
+            return self._session_failed("no engine is left in the restore")
+        return [*self._open_apply(s), *self._complete(s)]
 
     def _restore_failed(self, m: Member, reason: str) -> None:
         e = self.fleet.of(m)
@@ -576,7 +613,7 @@ class Coordinator:
         self._failures.append(f"attempt of epoch {s.epoch} ({s.base.kind.value}): {reason}")
         self.phase = Phase.IDLE
         step = Step(self.leader, "AttemptFailed", s.epoch, reason)
-        return [step, *(self._cas(self.record.stop(), "Stop") if fatal else self._proceed())]
+        return [step, *(self._stop() if fatal else self._proceed())]
 
     def _why_stopped(self) -> str:
         return (
@@ -591,8 +628,8 @@ class Coordinator:
         s = self._session
         assert s is not None
         assert self.record is not None
-        for m in s.members:
-            self.fleet.engines[m.engine].state = StorageState(self.record.version, self.record.baseline_id, ())
+        for e in filter(None, map(self.fleet.of, s.members)):
+            e.state = StorageState(self.record.version, self.record.baseline_id, ())
         fold = Fold(self.record_id, s.epoch)
         effects = self._publish() + self._start_timer("fold")
         return effects + [SendOwner(o.owner, fold) for o in s.owners]
@@ -624,7 +661,7 @@ class Coordinator:
         return [Step(self.leader, "FinishTransition", s.epoch), *self._push_over("")]
 
     def _push_over(self, error: str) -> list[Effect]:
-        """Tell every owner how the push ended, and go on to what waited meanwhile."""
+        """Tell every owner that took part how the push ended, and go on to what waited meanwhile."""
         assert self.record is not None
         s = self._session
         epoch = self.record.epoch if s is None else s.epoch
@@ -643,13 +680,21 @@ class Coordinator:
                 "payload_bytes": sum(r.payload_bytes for r in sealed),
                 **{f"seconds_{k}": v for k, v in sorted(s.seconds.items())},
             }
-        outcome = Outcome(self.record_id, epoch, self.record.version, self._candidate, error, summary)
+        self._outcome = Outcome(self.record_id, epoch, self.record.version, self._candidate, error, summary)
+        # An owner that restarted after the commit may wait with other weights already: this is not its push.
+        took_part = {} if s is None or error else {o.owner: o.incarnation for o in s.owners}
+        effects: list[Effect] = []
+        for name, seat in sorted(self._owners.items()):
+            if seat.ready and took_part.get(name, seat.incarnation) == seat.incarnation:
+                seat.done, seat.ready = seat.ready, 0
+                effects.append(self._tell(name, self._outcome))
         self._session = None
         self._budget_from = None
         self._dense_only = False
-        for seat in self._owners.values():
-            seat.ready = 0
-        return [*(SendOwner(o, outcome) for o in sorted(self._owners)), *self._proceed()]
+        return effects + self._proceed()
+
+    def _tell(self, owner: str, outcome: Outcome) -> SendOwner:
+        return SendOwner(owner, msgspec.structs.replace(outcome, push=self._owners[owner].done))
 
     # ------------------------------------------------------------ restores
 

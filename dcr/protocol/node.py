@@ -135,6 +135,8 @@ class Node:
         self.serving: int | None = None
         self._pending: Prepare | None = None  # waits for the gate to close
         self._order: Prepare | None = None
+        self._applying: int | None = None  # the epoch that the rank may write for
+        self._reported = 0  # the epoch of K when the leader was last told what is being served
         self._asked_at: tuple[int, int] | None = None  # (epoch, version) of K when a join was last asked for
 
     # ------------------------------------------------------------ orders of the leader
@@ -175,6 +177,7 @@ class Node:
         self._check_fence(order.epoch)
         if self._order is None or self._order.epoch != order.epoch or self.gate != "closed":
             raise RefusedError(f"{self.engine}: open_apply for epoch {order.epoch}, which was not prepared here")
+        self._applying = order.epoch
         return [ToRank(order), StartFetch(self._order)]
 
     # ------------------------------------------------------------ the gate
@@ -190,7 +193,7 @@ class Node:
         """The gate is open; requests may already be inside."""
         if self.gate != "opening":
             return []
-        self.gate, self.serving = "open", version
+        self.gate, self.serving, self._reported = "open", version, epoch
         return [Step(self.engine, "OpenGate", epoch, str(version)), ReportServing(epoch, version)]
 
     def gate_stuck(self, reason: str) -> list[Effect]:
@@ -213,6 +216,8 @@ class Node:
         if self._pending is not None:
             if self.gate != "closed":
                 return []
+            if record.epoch < self._pending.epoch:
+                return [ReadRecord()]  # read before the order came: it may miss a commit that the rank must know of
             order, self._pending = self._pending, None
             self._order = order
             return [ToRank(order)]
@@ -221,11 +226,16 @@ class Node:
             self.fence = record.epoch
             self.gate = "closing"
             return [Step(self.engine, "CloseGate", record.epoch), CloseGate(record.epoch)]
+        if self.gate == "open" and self.serving == record.version and record.epoch > self._reported:
+            self._reported = record.epoch
+            return [ReportServing(record.epoch, record.version)]  # or a leader that missed it holds it for silent
         if self.gate != "closed" or record.epoch < self.fence or record.epoch < rank.fence:
             return []
         under_way = record.open is not None and not record.open.stopped
         if self._order is not None and self._order.epoch == record.epoch and under_way:
             return []  # the attempt that this node takes part in
+        if self._applying == record.epoch:
+            return []  # a restore: the rank may write at any moment, even if it needs none
         clean = rank.state.clean and rank.state.version == record.version
         admitted = Member(self.engine, self.incarnation) in record.members and not under_way
         restoring = self._order is not None and self._order.epoch == record.epoch and not rank.committed_here
@@ -246,10 +256,12 @@ class Node:
 
     def rank_acknowledged(self, answer: RankAcknowledged) -> list[Effect]:
         """The rank holds everything of the epoch."""
+        self._applying = None
         return [StopFetch(answer.epoch), ReportAcknowledged(answer.epoch, answer.root)]
 
     def rank_failed(self, answer: RankFailed) -> list[Effect]:
         """The rank cannot acknowledge the epoch."""
+        self._applying = None
         return [StopFetch(answer.epoch), ReportFailed(answer.epoch, answer.reason)]
 
     # ------------------------------------------------------------ inside

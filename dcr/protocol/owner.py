@@ -111,6 +111,7 @@ class Owner:
         self._emitting: Emit | None = None
         self._sealed: dict[int, Manifest] = {}  # by epoch, of the open transition
         self._fold_epoch: int | None = None
+        self._last_fold: ReportFolded | None = None
 
     def emit(self, order: Emit) -> list[Effect]:
         """Emit: once per epoch (DESIGN D7).
@@ -180,6 +181,10 @@ class Owner:
             RefusedError: another record, or an epoch below the fence.
         """
         self._check(order.record_id, order.epoch)
+        if self.folding:
+            return []  # a repeated order
+        if self._last_fold is not None and self._last_fold.epoch == order.epoch:
+            return [self._last_fold]
         self._fold_epoch = order.epoch
         return [ReadRecord()]
 
@@ -202,7 +207,8 @@ class Owner:
         self.folding = False
         self.baseline_digest = baseline_digest
         self._sealed = {}
-        return [Step(self.name, "EndFold", epoch), ReportFolded(epoch, baseline_digest, "")]
+        self._last_fold = ReportFolded(epoch, baseline_digest, "")
+        return [Step(self.name, "EndFold", epoch), self._last_fold]
 
     def fold_failed(self, epoch: int, reason: str) -> list[Effect]:
         """LoseBaseline: what was folded is not what was committed; the next transition must be dense (D17)."""
@@ -210,7 +216,8 @@ class Owner:
         self.folding = False
         self.baseline_digest = ""
         self._sealed = {}
-        return [Step(self.name, "LoseBaseline", epoch, reason), ReportFolded(epoch, "", reason)]
+        self._last_fold = ReportFolded(epoch, "", reason)
+        return [Step(self.name, "LoseBaseline", epoch, reason), self._last_fold]
 
     def _cannot(self, order: Emit, reason: str) -> Effect:
         return ReportEmitFailed(order.epoch, f"{self.name} cannot emit: {reason}", fatal=False)

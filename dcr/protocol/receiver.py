@@ -12,9 +12,12 @@ from dcr.protocol.step import Step
 
 RESTORE = "restore"
 """Stands in ``torn_by`` for the writes of a restore session."""
+DENSE = "dense"
+"""Stands in ``torn_by`` for the writes of a dense attempt: they touch elements that no changed set repairs."""
 UNKNOWN = "unknown"
 """Stands in ``torn_by`` for storage of which nothing is known: nothing was loaded, or not what a version holds."""
 
+_TEARS = {Kind.RESTORE: RESTORE, Kind.DENSE: DENSE}
 
 # ---------------------------------------------------------------- effects
 
@@ -151,7 +154,7 @@ class Receiver:
         return [Step(self.name, "Fence", order.epoch, order.base.kind.value), RankPrepared(order.epoch, self.state)]
 
     def raise_fence(self, epoch: int) -> None:
-        """Fence without an attempt: what a member does on reading that an attempt was stopped or abandoned."""
+        """Fence without an attempt: what a member does on reading an epoch that it was not told of."""
         assert self._writing is None, "fence while a write is under way"
         if epoch > self.fence:
             self.fence = epoch
@@ -211,7 +214,9 @@ class Receiver:
         a.entries[identity] = entries
         self._writing = identity
         # Marked unclean before the first byte, so that no crash or error can leave torn storage that looks clean (D5).
-        self.torn_by |= {RESTORE if base.kind is Kind.RESTORE else base.candidate}
+        self.torn_by |= {_TEARS.get(base.kind, base.candidate)}
+        # What earlier epochs left here is gone: no later reading of K may take storage for one of them.
+        self._acknowledged.clear()
         return [Step(self.name, "BeginWrite", identity.epoch, _text(identity)), BeginWrite(identity)]
 
     def write_ended(self, identity: PayloadIdentity) -> list[Effect]:
@@ -298,11 +303,8 @@ class Receiver:
         c = record.committed
         here = c is not None and self._acknowledged.get(c.epoch) == (c.version, c.manifest_root)
         if c is not None and here and (self.version != c.version or self.torn_by):
-            # A dense attempt opened after the commit may already have begun to write: then those bits are gone.
-            overwritten = self._attempt is not None and self._attempt.order.epoch > c.epoch and self._attempt.seen
-            if not overwritten:
-                self.version, self.content_digest, self.torn_by = c.version, record.baseline_id, frozenset()
-                effects.append(Step(self.name, "LearnCommit", c.epoch))
+            self.version, self.content_digest, self.torn_by = c.version, record.baseline_id, frozenset()
+            effects.append(Step(self.name, "LearnCommit", c.epoch))
         if (
             self.version is None
             and not self.torn_by
@@ -310,8 +312,8 @@ class Receiver:
             and record.open is None
         ):
             self.version = record.version
-        if record.epoch > self.fence and (record.open is None or record.open.stopped):
-            self.raise_fence(record.epoch)
+        # An older attempt than K's is dead: what is late of it must find the fence up, for the gate may open now.
+        self.raise_fence(record.epoch)
         return [*effects, RankState(self.state, self.fence, here)]
 
     # ------------------------------------------------------------ inside

@@ -106,12 +106,16 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self, version=self.open.target, baseline_id=content_digest, open=None, committed=committed
         )
 
-    def stop(self) -> "CommitRecord":
-        """Stop: fences the last attempt; clean members may go on serving the committed version (DESIGN D14)."""
+    def stop(self, content_digest: str) -> "CommitRecord":
+        """Stop: fences the last attempt; clean members may go on serving the committed version (DESIGN D14).
+
+        Args:
+            content_digest: the candidate's, if an attempt has found it: what a resumed push is held to (D10).
+        """
         assert self.open is not None
-        return msgspec.structs.replace(
-            self, epoch=self.epoch + 1, open=msgspec.structs.replace(self.open, stopped=True)
-        )
+        found = self.open.content_digest or content_digest
+        stopped = msgspec.structs.replace(self.open, stopped=True, content_digest=found)
+        return msgspec.structs.replace(self, epoch=self.epoch + 1, open=stopped)
 
     def abandon(self) -> "CommitRecord":
         """Abandon: clears the transition and bumps the epoch before anyone is told (DESIGN D17)."""

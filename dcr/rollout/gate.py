@@ -43,8 +43,8 @@ class Gate:
         with self._changed:
             if not self._changed.wait_for(lambda: self._version is not None, self._wait_s):
                 raise GateTimeoutError(
-                    f"engine {self._engine}: a request waited {self._wait_s} s at the closed gate; send it elsewhere, or "
-                    "later"
+                    f"engine {self._engine}: a request waited {self._wait_s} s at the closed gate; send it elsewhere, "
+                    "or later"
                 )
             version = self._version
             assert version is not None

@@ -116,7 +116,7 @@ class CoordinatorHost:
     # ------------------------------------------------------------ events
 
     def _post(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
-        self._events.put(act, timeout=self._settings.push_timeout_s)
+        self._events.put(act, timeout=self._settings.connect_timeout_s)
 
     def _heard(self, event: HubEvent) -> None:
         self._post(lambda: self._on_channel(event))

@@ -140,9 +140,9 @@ class NodeAgent:
         self._spoke = Spoke(
             secret,
             Peer("node", name, attached.incarnation),
-            lambda data: self._events.put(_Arrived(data), timeout=settings.ack_timeout_s),
+            lambda data: self._events.put(_Arrived(data), timeout=settings.connect_timeout_s),
             resolve=self._leader_address,
-            on_connect=lambda: self._events.put(_Connected(), timeout=settings.ack_timeout_s),
+            on_connect=lambda: self._events.put(_Connected(), timeout=settings.connect_timeout_s),
         )
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
         self._thread.start()

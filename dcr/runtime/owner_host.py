@@ -149,7 +149,7 @@ class OwnerHost:
     # ------------------------------------------------------------ loops
 
     def _post(self, act: Callable[[], Sequence[role.Effect]]) -> None:
-        self._events.put(_Do(act), timeout=self._settings.push_timeout_s)
+        self._events.put(_Do(act), timeout=self._settings.connect_timeout_s)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
@@ -192,7 +192,8 @@ class OwnerHost:
                 return self._role.fold(order)
             case Outcome():
                 with self._changed:
-                    if self._waiting and order.record_id == self._record_id:
+                    # An outcome may come twice; one of an earlier push is not this push's.
+                    if self._waiting and order.record_id == self._record_id and order.push in (0, self._push):
                         self._outcome = order
                         self._changed.notify_all()
                 return []

@@ -1,5 +1,6 @@
 """A rollout engine in a process of its own, which may kill itself at a chosen protocol step."""
 
+import hashlib
 import multiprocessing as mp
 import os
 import signal
@@ -9,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from dcr.data_plane.item import TensorSpec
 from dcr.protocol.step import Step
+from dcr.rollout.node import RolloutNode
+from dcr.rollout.torch.engine import TorchEngine
+from tests.faults.models import Policy, Served, stored_bits
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "dcr.rollout.node", "dcr.rollout.torch.engine", "tests.faults.models"])
@@ -41,7 +49,9 @@ class Trigger:
 class EngineProcess:
     """Controls one engine process; every wait is bounded."""
 
-    def __init__(self, name: str, folder: Path, checkpoint: Path | None, addresses: dict[str, Any], kill: Kill | None = None):
+    def __init__(
+        self, name: str, folder: Path, checkpoint: Path | None, addresses: dict[str, Any], kill: Kill | None = None
+    ):
         self.name = name
         self.log = folder / f"{name}-{time.time_ns()}.requests"
         self._pipe, theirs = _context.Pipe()
@@ -88,26 +98,15 @@ class EngineProcess:
 
 
 def combined(bits: dict[str, str]) -> str:
-    import hashlib
-
     return hashlib.sha256("".join(f"{n}{d}" for n, d in sorted(bits.items())).encode()).hexdigest()
 
 
-def _serve(name, checkpoint, addresses, kill, pipe, log) -> None:
-    import torch
-    from safetensors.torch import load_file
-
-    from dcr.rollout.node import RolloutNode
-    from dcr.rollout.torch.engine import TorchEngine
-    from tests.faults.models import Policy, Served, stored_bits
-
+def _serve(name, checkpoint, addresses, kill, pipe, log) -> None:  # noqa: PLR0917 - a process's arguments
     torch.set_num_threads(1)
     trigger = Trigger(kill)
     model = Served()
     specs = None
     if checkpoint is None:
-        from dcr.data_plane.item import TensorSpec
-
         specs = [TensorSpec(n, tuple(t.shape), t.dtype) for n, t in sorted(Policy().state_dict().items())]
     else:
         model.load_weights(load_file(checkpoint / "model.safetensors").items())

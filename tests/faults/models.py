@@ -83,7 +83,9 @@ class Served(nn.Module):
 def stored_bits(model: nn.Module) -> dict[str, str]:
     """SHA-256 of the stored bytes of every parameter and buffer: the proof's own reading, not the code's."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {n: hashlib.sha256(t.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in named}
+    return {
+        n: hashlib.sha256(t.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in named
+    }
 
 
 def dense(checkpoint: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -1,9 +1,12 @@
 """A receiver process is killed after every payload and between every two protocol steps; nobody else loses a bit."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from dcr.control_plane.address import open_control_plane
+from dcr.protocol.record import decode_record
 from tests.faults.deployment import Deployment
 from tests.faults.engine_process import Kill
 
@@ -98,8 +101,6 @@ def test_all_engines_killed_and_a_new_one_ends_the_transition_densely(fleet: Dep
     only = fleet.engine("only", Kill("BeginWrite", 2))
     only.wait_serving(0)
     fleet.step()
-    import threading
-
     done = threading.Event()
     thread = threading.Thread(target=lambda: (fleet.push(), done.set()))
     thread.start()
@@ -113,9 +114,6 @@ def test_all_engines_killed_and_a_new_one_ends_the_transition_densely(fleet: Dep
 
 
 def _epoch(fleet: Deployment) -> int:
-    from dcr.control_plane.address import open_control_plane
-    from dcr.protocol.record import decode_record
-
     control = open_control_plane(fleet.addresses["control"])
     stored = control.read("default")
     control.close()

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from dcr.protocol.errors import DcrError, RefusedError
-from dcr.rollout.vllm.checkpoint import read_checkpoint
-from dcr.rollout.vllm.gate import Gate
+from dcr.rollout.checkpoint import read_checkpoint
+from dcr.rollout.gate import Gate
 
 _T = TypeVar("_T")
 
@@ -37,7 +37,7 @@ class VllmEngine:
 
     ``vllm.LLM`` is not safe to use from several threads.  Every call into it, each single step of generation included,
     is a job of one thread that takes jobs in order: requests of several threads are batched together, and a call of the
-    node agent waits for one step, not for the requests running.  After wrapping it, use the LLM through this object only.
+    node agent waits for one step, not for the requests running.  Once wrapped, use the LLM through this object only.
 
     The gate starts closed: nothing is served before ``open_gate``.
 

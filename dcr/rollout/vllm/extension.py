@@ -14,7 +14,7 @@ import torch
 from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.loader_path import LoaderPath
 from dcr.data_plane.resident import resident_digests
-from dcr.rollout.vllm.checkpoint import read_checkpoint
+from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.vllm.layout import LayoutReport, examine_layout
 from dcr.runtime.rank_host import RankHost
 

@@ -76,8 +76,10 @@ class LayoutReport:
         """Raise RepackedError, naming modules and tensors, if there are findings."""
         if self.findings:
             # One of a kind: every layer of a model is repacked alike, and what is repacked once must not be cut.
-            kinds = {(f.module.rpartition(".")[2], f.tensor): f for f in reversed(self.findings)}
-            shown = list(reversed(kinds.values()))[:_NAMED_MAX]
+            kinds: dict[tuple[str, str], Finding] = {}
+            for finding in self.findings:
+                kinds.setdefault((finding.module.rpartition(".")[2], finding.tensor), finding)
+            shown = list(kinds.values())[:_NAMED_MAX]
             named = "; ".join(str(finding) for finding in shown)
             more = f"; and {len(self.findings) - len(shown)} more" if len(self.findings) > len(shown) else ""
             raise RepackedError(
@@ -111,8 +113,10 @@ def examine_layout(
     else:
         findings += _unwritten(model, readback)
     findings += readback.findings
-    first = {(finding.module, finding.tensor): finding for finding in reversed(findings)}
-    return LayoutReport(tuple(reversed(first.values())), readback.tensors_read, readback.writes_compared)
+    first: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        first.setdefault((finding.module, finding.tensor), finding)
+    return LayoutReport(tuple(first.values()), readback.tensors_read, readback.writes_compared)
 
 
 def _split(name: str) -> tuple[str, str]:

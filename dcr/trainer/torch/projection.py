@@ -11,13 +11,13 @@ run needs no memory unless the save path copies.  Learning a group needs about t
 size and on every rank, in host memory.
 """
 
-import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from dcr.data_plane.bits import bit_view, bits_dtype
 from dcr.data_plane.index_map import IndexMap, fit
@@ -50,10 +50,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class _Outline:
-    """Which sources meet, and the canonical tensors' shapes, in order of name."""
+    """Which sources meet, and in order of name the canonical tensors' shapes and sources."""
 
     groups: tuple[tuple[int, ...], ...]
     shapes: dict[str, tuple[int, ...]]
+    origins: dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class _Group:
 
     def split(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """By source: its number, the positions in ``ids`` that are its own, and its flat indices there."""
+        if len(self.sources) == 1:
+            yield 0, torch.arange(ids.numel()), ids
+            return
         for number, (first, end) in enumerate(itertools.pairwise(self.offsets)):
             positions = ((ids >= first) & (ids < end)).nonzero().view(-1)
             if positions.numel():
@@ -82,25 +86,23 @@ def learn(sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks) ->
         RefusedError: on every rank alike, naming the tensor, if the save path computes, casts, duplicates, pads or
             depends on values, or if a map does not reproduce the live weights.
     """
-    problem, outline = None, _Outline((), {})
+    problem, outline = None, _Outline((), {}, {})
     try:
         outline = _outline(sources, save_path)
     except RefusedError as error:
         problem = str(error)
     ranks.refuse_together(problem)
-    held = ranks.gather((outline, [(s.names, s.tensor.dtype, tuple(s.tensor.shape)) for s in sources]))
-    for rank, theirs in enumerate(held):
-        if theirs != held[0]:
-            raise RefusedError(
-                f"rank {rank} holds other tensors, shapes or canonical names than rank 0; every rank must hold a part "
-                "or a replica of every tensor"
-            )
+    _refuse_unlike(ranks, {f"state {s.name}": (s.names, s.tensor.dtype, tuple(s.tensor.shape)) for s in sources})
+    _refuse_unlike(
+        ranks, {f"canonical {name}": (outline.shapes[name], outline.origins[name]) for name in outline.shapes}
+    )
 
     *bases, _ = itertools.accumulate(map(math.prod, outline.shapes.values()), initial=0)
     base = dict(zip(outline.shapes, bases, strict=True))
     dtypes: dict[str, torch.dtype] = {}
     maps: dict[int, IndexMap] = {}
     parts: dict[int, str] = {}
+    moves: dict[str, object] = {}
     for numbers in outline.groups:
         group = _Group(tuple(sources[number] for number in numbers))
         located = [_local_positions(source, ranks.rank) for source in group.sources]
@@ -108,18 +110,20 @@ def learn(sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks) ->
         if problem is not None:
             continue  # the other ranks still need this one in their gathers
         try:
-            ids = _canonical_ids(group, save_path, outline.shapes)
+            ids = _canonical_ids(group, save_path, outline, numbers)
             dtypes |= _prove_moves(group, save_path, ids)
             pieces = _prove_live(group, save_path, ids, located, live)
         except RefusedError as error:
             problem = str(error)
             continue
+        moves |= {f"canonical {name}": xxhash.xxh3_128_hexdigest(flat.numpy().data) for name, flat in ids.items()}
         for number, own, local in zip(numbers, pieces, located, strict=True):
             maps[number] = IndexMap(tuple(box for name in own for box in own[name].moved(target=base[name]).boxes))
-            parts[number] = hashlib.blake2b(local.numpy().data, digest_size=16).hexdigest()
+            parts[number] = xxhash.xxh3_128_hexdigest(local.numpy().data)
     if problem is None and (missing := outline.shapes.keys() - dtypes.keys()):
         problem = f"canonical {min(missing)}: the save path does not make it from the tensors it consists of alone"
     ranks.refuse_together(problem)
+    _refuse_unlike(ranks, moves)
     return Projection(
         tuple(TensorSpec(name, shape, dtypes[name]) for name, shape in outline.shapes.items()),
         tuple(bases),
@@ -128,24 +132,39 @@ def learn(sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks) ->
     )
 
 
+def _refuse_unlike(ranks: Ranks, described: dict[str, object]) -> None:
+    """Refuse, by name, unless every rank describes the same things alike; collective."""
+    everywhere = ranks.gather(described)
+    for rank, theirs in enumerate(everywhere):
+        for name in sorted(everywhere[0].keys() | theirs.keys()):
+            if theirs.get(name) != everywhere[0].get(name):
+                raise RefusedError(
+                    f"{name} is not on rank {rank} what it is on rank 0: every rank must hold a part or a replica of "
+                    "every tensor, and save them alike"
+                )
+
+
 def _outline(sources: Sequence[SourceTensor], save_path: SavePath) -> _Outline:
     """One run over the whole state dict, with each source's number in the place of its elements."""
     numbers = [torch.tensor(n, dtype=torch.int32).expand(source.tensor.shape) for n, source in enumerate(sources)]
     saved = run_save_path(save_path, sources, numbers)
     leader = list(range(len(sources)))  # of each source's group
-
+    origins: dict[str, tuple[int, ...]] = {}
     for name, tensor in saved.items():
         if tensor.dtype != torch.int32:
             raise RefusedError(f"canonical {name}: the save path casts int32 to {tensor.dtype}; {_ONLY_MOVES}")
         single = tensor.numel() == 0 or all(stride == 0 for stride in tensor.stride())
-        origins = tensor.reshape(-1)[:1] if single else torch.unique(tensor)
-        joined = {leader[n] for n in origins.tolist() if 0 <= n < len(sources)}  # others are refused by their ids
+        drawn = (tensor.reshape(-1)[:1] if single else torch.unique(tensor)).tolist()
+        origins[name] = tuple(n for n in drawn if 0 <= n < len(sources))  # the others are refused by their ids
+        joined = {leader[n] for n in origins[name]}
         leader = [min(joined) if n in joined else n for n in leader]
     groups: dict[int, list[int]] = {}
     for number, first in enumerate(leader):
         groups.setdefault(first, []).append(number)
     return _Outline(
-        tuple(tuple(group) for group in groups.values()), {name: tuple(saved[name].shape) for name in sorted(saved)}
+        tuple(tuple(group) for group in groups.values()),
+        {name: tuple(saved[name].shape) for name in sorted(saved)},
+        origins,
     )
 
 
@@ -161,7 +180,9 @@ def _local_positions(source: SourceTensor, rank: int) -> torch.Tensor:
     return torch.where(gathered >> _RANK_SHIFT == rank, gathered & ((1 << _RANK_SHIFT) - 1), -1)
 
 
-def _canonical_ids(group: _Group, save_path: SavePath, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+def _canonical_ids(
+    group: _Group, save_path: SavePath, outline: _Outline, numbers: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """For each canonical tensor that the group makes, the group's id of each of its elements: int64, shape [numel]."""
     *offsets, total = group.offsets
     numbered = [
@@ -170,10 +191,11 @@ def _canonical_ids(group: _Group, save_path: SavePath, shapes: dict[str, tuple[i
     ]
     ids: dict[str, torch.Tensor] = {}
     for name, tensor in run_save_path(save_path, group.sources, numbered).items():
-        if shapes.get(name) != tuple(tensor.shape):
+        whole = outline.shapes.get(name)
+        if whole != tuple(tensor.shape):
             raise RefusedError(
                 f"canonical {name}: the save path makes it of shape {tuple(tensor.shape)} from "
-                f"{group.sources[0].name} alone, but {shapes.get(name, 'not at all')} from the whole state dict"
+                f"{group.sources[0].name} alone, but of shape {whole} out of the whole state dict"
             )
         if tensor.dtype != torch.int64:
             raise RefusedError(f"canonical {name}: the save path casts int64 to {tensor.dtype}; {_ONLY_MOVES}")
@@ -181,6 +203,11 @@ def _canonical_ids(group: _Group, save_path: SavePath, shapes: dict[str, tuple[i
         if bool(((flat < 0) | (flat >= total)).any()):
             raise RefusedError(
                 f"canonical {name}: it has elements that are no source element (computed, or padding); {_ONLY_MOVES}"
+            )
+        if not set(outline.origins[name]) <= set(numbers):
+            raise RefusedError(
+                f"canonical {name}: the save path makes it from {group.sources[0].name} alone, but from other tensors "
+                "out of the whole state dict"
             )
         ids[name] = flat
     _refuse_duplicates(ids, total)
@@ -267,14 +294,13 @@ def _prove_live(
         for number, positions, indices in group.split(flat):
             here = located[number][indices]
             held = here >= 0
-            index_map = fit(here[held], positions[held])
-            source, target = index_map.expand()
+            source, target = here[held], positions[held]
             if shards[number].dtype != canonical.dtype or not torch.equal(shards[number][source], canonical[target]):
                 raise RefusedError(
                     f"canonical {name}: the live bits of {group.sources[number].name} through the projection differ "
                     "from the save path's; do not train while constructing, and check that replicas are identical"
                 )
-            pieces[number][name] = index_map
+            pieces[number][name] = fit(source, target)
     return pieces
 
 

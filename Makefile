@@ -1,0 +1,35 @@
+BIN := .venv/bin
+START := $(shell date +%s)
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-long bench lint clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+install: ## make .venv from constraints.txt; nothing to do the second time
+	@python3.11 -c '' || { echo "dcr needs python3.11 on the PATH (Debian, Ubuntu: apt-get install python3.11-venv)" >&2; exit 1; }
+	@python3.11 scripts/install.py
+
+demo: install ## train a small policy and refit two running vLLM engines; KILL=1 kills processes on the way
+	KILL=$(KILL) $(BIN)/python -m demo.main
+
+lint: install ## ruff check, ruff format --check, mypy
+	$(LINT)
+
+test: install ## lint, and every test that is not marked long
+	@($(LINT) && $(BIN)/pytest -m "not long"); status=$$?; \
+	echo "make test: $$(( $$(date +%s) - $(START) )) s"; exit $$status
+
+test-long: install ## the tests marked long
+	$(BIN)/pytest -m long
+
+bench: install ## run every bench/*.py
+	@scripts="$$(ls bench/*.py 2>/dev/null)"; \
+	if [ -z "$$scripts" ]; then echo "bench/ holds no scripts"; fi; \
+	for script in $$scripts; do echo "$$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean: ## remove what runs and tools left behind; .venv stays
+	rm -rf run build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name .venv -prune -o -name __pycache__ -print0 | xargs -0 rm -rf

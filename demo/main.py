@@ -1,0 +1,256 @@
+"""`make demo`: train, refit two live receivers after every step, and prove every bit.
+
+Two training ranks take real optimizer steps; one vLLM engine and one plain torch model serve, each in a process of its
+own.  After every step the weights are pushed, and what each receiver holds is compared, bit for bit, with an untouched
+twin: a fresh model that loads the candidate's checkpoint through the ordinary loader and was never refitted.  The
+checkpoint comes from the trainer's own state dict, not from what was sent.
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from demo.process import ROOT, DemoError, Process
+from demo.text import decode, encode
+
+RANKS = 2
+REFITS = 5
+KILL_AT = 3
+TOKENS = 24
+PROMPTS = ["The for statement is used to ", "An object's type is "]
+START_TIMEOUT_S = 600
+STEP_TIMEOUT_S = 900
+BUCKET_BYTES = 32 << 10
+
+
+class Demo:
+    """The processes, and what has been proved of them."""
+
+    def __init__(self, run: Path, *, kill: bool) -> None:
+        self.run = run
+        self.kill = kill
+        self.started = time.monotonic()
+        self.control = f"sqlite://{run}/record.db"
+        self.delivery = f"file://{run}/payloads"
+        self.processes: list[Process] = []
+        self.trainers: list[Process] = []
+        self.receivers: dict[str, Process] = {}
+        self.twins: dict[str, Process] = {}
+        self.checkpoint_bytes = 0
+        self.payload_bytes = 0
+        self.proofs = 0
+
+    # ------------------------------------------------------------ saying
+
+    def say(self, text: str) -> None:
+        """One line of progress."""
+        print(f"[{time.monotonic() - self.started:6.1f} s] {text}", flush=True)
+
+    # ------------------------------------------------------------ starting
+
+    def process(self, name: str, module: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
+        """Start a process of the demo."""
+        p = Process(name, self.run, module, *arguments, environment=environment)
+        self.processes.append(p)
+        return p
+
+    def start(self) -> None:
+        """Start everything and bring every receiver to version 0."""
+        self.say(f"starting {RANKS} training ranks")
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        where = ["--control", self.control, "--delivery", self.delivery]
+        for rank in range(RANKS):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            self.trainers.append(
+                self.process(
+                    f"trainer-{rank}",
+                    "demo.trainer_process",
+                    *where,
+                    "--bucket-bytes",
+                    str(BUCKET_BYTES),
+                    environment=environment,
+                )
+            )
+        self.say("warm-up: the untrained policy learns to write a little")
+        loss = self.all_trainers(do="warm_up")["loss"]
+        self.save(0)
+        self.say(f"warm-up done, loss {loss:.3f} nats a byte; checkpoint of {self.checkpoint_bytes:,} bytes saved")
+        self.say("starting one vLLM engine, one torch receiver, and their twins")
+        v0 = str(self.checkpoint(0))
+        self.receivers["vllm"] = self.process("receiver-vllm", "demo.vllm_node", *where, "--checkpoint", v0)
+        self.start_torch_receiver(halt_at=KILL_AT if self.kill else 0)
+        self.twins["vllm"] = self.process("twin-vllm", "demo.vllm_twin")
+        self.twins["torch"] = self.process("twin-torch", "demo.torch_twin")
+        owned = self.all_trainers(do="connect")
+        self.say(
+            f"trainer connected: {owned['tensors']} canonical tensors, first rank owns {owned['owned']:,} elements"
+        )
+        for name, receiver in self.receivers.items():
+            receiver.ask(START_TIMEOUT_S, do="wait_serving", version=0, timeout_s=START_TIMEOUT_S)
+            self.say(f"receiver {name} serves version 0")
+
+    def start_torch_receiver(self, halt_at: int) -> None:
+        """Start the torch receiver from the first checkpoint, whatever version is committed."""
+        self.receivers["torch"] = self.process(
+            "receiver-torch",
+            "demo.torch_node",
+            *["--control", self.control, "--delivery", self.delivery],
+            *["--checkpoint", str(self.checkpoint(0)), "--halt-at", str(halt_at)],
+        )
+
+    # ------------------------------------------------------------ one refit
+
+    def refit(self, number: int) -> None:
+        """One optimizer step, one push, one proof."""
+        loss = self.all_trainers(do="step")["loss"]
+        self.save(number)
+        for trainer in self.trainers:
+            trainer.send(do="push")
+        victim = threading.Thread(target=self.kill_torch_receiver, daemon=True)
+        if self.kill and number == KILL_AT:
+            victim.start()
+        report, *_ = [t.answer("push", STEP_TIMEOUT_S)["report"] for t in self.trainers]
+        if self.kill and number == KILL_AT:
+            victim.join(START_TIMEOUT_S)
+        if report["version"] != number:
+            raise DemoError(f"push {number} committed version {report['version']}")
+        self.payload_bytes += report["payload_bytes"]
+        for failure in report["failures"]:
+            self.say(f"refit {number}: {failure}")
+        self.prove(number, report, loss, sorted(report["members"]))
+        if self.kill and number == KILL_AT:
+            self.rejoin(number)
+
+    def kill_torch_receiver(self) -> None:
+        """SIGKILL the torch receiver when it says that it is in the middle of its writes."""
+        halted = self.receivers["torch"].answer("halt", STEP_TIMEOUT_S)["halted"]
+        self.say(f"receiver torch is about to write payload {halted}: SIGKILL")
+        self.receivers["torch"].kill()
+
+    def rejoin(self, number: int) -> None:
+        """Start the killed receiver anew; it is restored from the owners' baseline and rejoins."""
+        self.say("receiver torch starts again, from version 0")
+        self.start_torch_receiver(halt_at=0)
+        self.receivers["torch"].ask(START_TIMEOUT_S, do="wait_serving", version=number, timeout_s=START_TIMEOUT_S)
+        self.compare(number, "torch", self.twin_torch(number))
+        self.say(f"receiver torch was restored densely to version {number} and serves it: bit-exact")
+
+    # ------------------------------------------------------------ the proof
+
+    def prove(self, number: int, report: dict[str, Any], loss: float, members: list[str]) -> None:
+        """Compare every member with its twin, and print the line of this refit."""
+        prompts = [encode(p) for p in PROMPTS]
+        self.twins["vllm"].send(checkpoint=str(self.checkpoint(number)), prompts=prompts, max_tokens=TOKENS)
+        said = ""
+        for name in members:
+            receiver = self.receivers[name]
+            receiver.ask(STEP_TIMEOUT_S, do="wait_serving", version=number, timeout_s=STEP_TIMEOUT_S)
+            made = receiver.ask(STEP_TIMEOUT_S, do="generate", prompts=prompts, tokens=TOKENS)
+            if made["version"] != number:
+                raise DemoError(f"receiver {name} answered with version {made['version']}, not {number}")
+            if name == "vllm":
+                twin = self.twins["vllm"].answer("twin", START_TIMEOUT_S)
+                self.compare(number, name, twin["digests"])
+                if made["tokens"] != twin["tokens"]:
+                    raise DemoError(f"version {number}: receiver vllm and its twin generate different tokens")
+                said = decode(made["tokens"][0])
+            else:
+                self.compare(number, name, self.twin_torch(number))
+        stages = {k: v for k, v in report["stages"].items() if k != "synchronise"}
+        print(
+            f"refit {number}: version {report['version']}  {report['kind']}  "
+            f"changed {100 * report['changed_entries'] / report['elements']:.2f} %  "
+            f"payload {report['payload_bytes']:,} B = {100 * report['payload_bytes'] / self.checkpoint_bytes:.2f} % "
+            f"of checkpoint  in {report['wall_s']:.2f} s ("
+            + ", ".join(f"{k} {v:.2f}" for k, v in stages.items())
+            + f")  loss {loss:.3f}  bit-exact {'+'.join(members)}",
+            flush=True,
+        )
+        print(f"         {PROMPTS[0]!r} -> {said!r}", flush=True)
+        self.proofs += 1
+
+    def twin_torch(self, number: int) -> dict[str, str]:
+        """Stored bits of the torch receiver's twin."""
+        return self.twins["torch"].ask(START_TIMEOUT_S, do="twin", checkpoint=str(self.checkpoint(number)))["bits"]
+
+    def compare(self, number: int, name: str, twin: dict[str, str]) -> None:
+        """Every parameter and buffer of the receiver equals the twin's, bit for bit; DemoError if not."""
+        held = self.receivers[name].ask(STEP_TIMEOUT_S, do="bits")["bits"]
+        if not twin or held.keys() != twin.keys():
+            raise DemoError(f"version {number}: receiver {name} and its twin have different tensors")
+        wrong = sorted(n for n, digest in twin.items() if held[n] != digest)
+        if wrong:
+            raise DemoError(f"version {number}: receiver {name} differs from its twin in {len(wrong)}: {wrong[:5]}")
+
+    # ------------------------------------------------------------ inside
+
+    def all_trainers(self, **request: Any) -> dict[str, Any]:
+        """Ask every rank at once, as collectives want it; returns the first rank's answer."""
+        for trainer in self.trainers:
+            trainer.send(**request)
+        first, *_ = [t.answer(request["do"], STEP_TIMEOUT_S) for t in self.trainers]
+        return first
+
+    def checkpoint(self, number: int) -> Path:
+        """Where the checkpoint of this version is."""
+        return self.run / f"v{number}"
+
+    def save(self, number: int) -> None:
+        """Save the present weights by the trainer's own state-dict path."""
+        self.all_trainers(do="save", directory=str(self.checkpoint(number)))
+        files = self.checkpoint(number).glob("*.safetensors")
+        self.checkpoint_bytes = sum(f.stat().st_size for f in files)
+
+    def end(self) -> None:
+        """End every process."""
+        for p in self.trainers:  # together: they leave their group together
+            p.close_input()
+        for p in reversed(self.processes):
+            p.end()
+
+
+def main() -> int:
+    """Run the demo; the exit status is 0 only if every refit was proved bit-exact."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument(
+        "--kill",
+        action="store_true",
+        default=os.environ.get("KILL", "") not in ("", "0"),
+        help=f"kill the torch receiver in the middle of refit {KILL_AT} (also KILL=1 in the environment)",
+    )
+    arguments.add_argument("--run", type=Path, default=ROOT / "run" / "demo", help="folder for record, payloads, logs")
+    a = arguments.parse_args()
+    shutil.rmtree(a.run, ignore_errors=True)
+    a.run.mkdir(parents=True)
+    demo = Demo(a.run.resolve(), kill=a.kill)
+    try:
+        demo.start()
+        for number in range(1, REFITS + 1):
+            demo.refit(number)
+    except DemoError as e:
+        print(f"demo failed: {e}", file=sys.stderr)
+        return 1
+    finally:
+        demo.end()
+    share = 100 * demo.payload_bytes / (REFITS * demo.checkpoint_bytes)
+    print(
+        f"bit-exact {demo.proofs}/{REFITS} refits, {len(demo.receivers)} receivers, payload {share:.2f} % of checkpoint"
+    )
+    return 0 if demo.proofs == REFITS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

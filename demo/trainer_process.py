@@ -1,0 +1,53 @@
+"""One training rank of the demo."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from demo.process import claim_output, serve
+
+claim_output()
+
+
+from dcr import TrainerRefit  # noqa: E402
+from demo.train import Trainer  # noqa: E402
+
+
+def main() -> None:
+    """Train and push as the parent says."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--control", required=True)
+    arguments.add_argument("--delivery", required=True)
+    arguments.add_argument("--bucket-bytes", type=int, required=True)
+    a = arguments.parse_args()
+    trainer = Trainer()
+    refit: list[TrainerRefit] = []
+
+    def warm_up(_: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": trainer.warm_up()}
+
+    def save(request: dict[str, Any]) -> dict[str, Any]:
+        trainer.save(Path(request["directory"]))
+        return {}
+
+    def connect(_: dict[str, Any]) -> dict[str, Any]:
+        settings: dict[str, object] = {"bucket_bytes": a.bucket_bytes}
+        refit.append(TrainerRefit(trainer.model, control=a.control, delivery=a.delivery, settings=settings))
+        source = refit[0].source
+        return {"owned": source.owned_elements, "tensors": len(source.specs)}
+
+    def step(_: dict[str, Any]) -> dict[str, Any]:
+        return {"loss": trainer.step()}
+
+    def push(_: dict[str, Any]) -> dict[str, Any]:
+        return {"report": asdict(refit[0].push())}
+
+    serve({"warm_up": warm_up, "save": save, "connect": connect, "step": step, "push": push})
+    for r in refit:
+        r.close()
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

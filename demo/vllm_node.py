@@ -1,0 +1,50 @@
+"""The vLLM receiver of the demo, in a process of its own."""
+
+import argparse
+import os
+from typing import Any
+
+from demo.process import claim_output, serve
+
+claim_output()
+
+from dcr.rollout import cpu_vllm  # noqa: E402
+
+cpu_vllm.set_environment()
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process a receiver
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+from dcr import RolloutNode  # noqa: E402
+from dcr.rollout.vllm.engine import VllmEngine  # noqa: E402
+from demo.vllm_twin import ENGINE_ARGUMENTS  # noqa: E402
+
+
+def main() -> None:
+    """Serve one engine."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--control", required=True)
+    arguments.add_argument("--delivery", required=True)
+    arguments.add_argument("--checkpoint", required=True)
+    a = arguments.parse_args()
+    engine = VllmEngine(LLM(model=a.checkpoint, **ENGINE_ARGUMENTS), name="vllm")
+    node = RolloutNode(engine, control=a.control, delivery=a.delivery)
+
+    def wait_serving(request: dict[str, Any]) -> dict[str, Any]:
+        return {"version": node.wait_serving(request["version"], request["timeout_s"])}
+
+    def bits(_: dict[str, Any]) -> dict[str, Any]:
+        return {"bits": engine.resident_digests()}
+
+    def generate(request: dict[str, Any]) -> dict[str, Any]:
+        sampling = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
+        made = engine.generate(request["prompts"], sampling)
+        return {"version": made.version, "tokens": [list(o.outputs[0].token_ids) for o in made.outputs]}
+
+    serve({"wait_serving": wait_serving, "bits": bits, "generate": generate})
+    node.close()
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

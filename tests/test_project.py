@@ -1,0 +1,83 @@
+"""The project around the code: what a newcomer and the integration run rely on."""
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("dcr", "demo", "scripts", "tests", "bench")
+LINES_MAX = 500
+
+
+def test_readme_names_the_two_commands():
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(r"^make demo$", readme, re.MULTILINE)
+    assert re.search(r"^make test$", readme, re.MULTILINE)
+
+
+def test_the_integration_run_is_make_test():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    code = [line for line in lines if line.strip() and not line.startswith("#")]
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert code == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+
+
+def make(*arguments):
+    return subprocess.run(["make", *arguments], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def test_make_help_lists_every_target():
+    targets = ["help", "install", "demo", "lint", "test", "test-long", "bench", "clean"]
+    assert re.findall(r"^  ([a-z-]+) +\w", make("help"), re.MULTILINE) == targets
+    make("--dry-run", *targets)
+
+
+def test_demo_passes_the_kill_through():
+    assert re.search(r"^KILL=1 .*-m demo\.main$", make("--dry-run", "demo", "KILL=1"), re.MULTILINE)
+
+
+def test_constraints_are_exact_and_are_what_is_installed():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert len(pins) > 100
+    wrong = [pin for pin in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+]+", pin)]
+    assert wrong == []
+    names = [re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower() for pin in pins]
+    assert len(names) == len(set(names))
+    differ = {pin: version(pin.split("==")[0]) for pin in pins if version(pin.split("==")[0]) != pin.split("==")[1]}
+    assert differ == {}
+
+
+def test_every_module_of_dcr_imports_alone():
+    modules = sorted(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in (ROOT / "dcr").rglob("*.py")
+    )
+    # One process a module would pay for torch each time; a fork after it has the same fresh view of dcr.
+    script = """
+import importlib, os, sys, torch
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{name}: {error!r}", flush=True)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] != 0:
+        print(f"{name}: died", flush=True)
+print("tried", len(sys.argv) - 1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules], cwd=ROOT, check=False, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout == f"tried {len(modules)}\n", done.stdout + done.stderr
+
+
+def test_a_file_is_read_in_one_sitting():
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 20
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    assert {path: lines for path, lines in long.items() if lines > LINES_MAX} == {}

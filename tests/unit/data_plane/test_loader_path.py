@@ -1,0 +1,275 @@
+"""The hooked loader path on loaders of every kind: bits equal to a dense load, or refused with nothing changed."""
+
+import ctypes
+
+import loaders
+import pytest
+import torch
+
+from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.loader_path import LoaderPath, PartialWriteError
+from dcr.data_plane.prewarm import LoaderClass
+from dcr.protocol.errors import RefusedError
+
+
+def twin(place, w):
+    model = loaders.Model()
+    with torch.no_grad():
+        loaders.loader(model, place)([("w", w)])
+    return model
+
+
+def values(place, seed):
+    """Loaders that look at values need ones they accept."""
+    if loaders.EXPECTED[place] == loaders.R:
+        return torch.randn(loaders.SHAPE, generator=torch.Generator().manual_seed(seed)).to(loaders.BF16)
+    return loaders.random_bits(loaders.SHAPE, loaders.BF16, seed)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("place", loaders.EXPECTED, ids=lambda f: f.__name__)
+def test_class_and_bits(place):
+    a = values(place, 1)
+    model = twin(place, a)
+    before, outside = loaders.state(model), loaders.raw(loaders.outside)
+    path = LoaderPath(model, loaders.loader(model, place), [loaders.SPEC])
+    learned = path.prewarm()
+    assert learned.classes == {"w": loaders.EXPECTED[place]}, learned.reasons
+    assert loaders.same(loaders.state(model), before)
+    assert torch.equal(loaders.raw(loaders.outside), outside)
+    b = loaders.changed(a, 2, 0.4)
+    if learned.classes["w"] == "refused":
+        with pytest.raises(RefusedError, match="w: "):
+            learned.raise_if_refused()
+        with pytest.raises(RefusedError):
+            path.apply([loaders.item("w", a, b, Operation.SET)])
+        assert loaders.same(loaders.state(model), before)
+        return
+    operations = list(Operation) if learned.classes["w"] == "preserving" else [Operation.SET]
+    for n, operation in enumerate(operations):
+        b = loaders.changed(a, 10 + n, 0.4)
+        copies = path.apply([loaders.item("w", a, b, operation)])
+        assert (copies > 0) == (learned.classes["w"] != "skipped")
+        fresh = twin(place, b)
+        assert loaders.same(loaders.state(model), loaders.state(fresh)), operation
+        assert all(torch.equal(loaders.raw(x), loaders.raw(y)) for x, y in zip(model.hidden, fresh.hidden, strict=True))
+        a = b
+
+
+REFITTED = [f for f, c in loaders.EXPECTED.items() if c in (loaders.P, loaders.T)]
+
+
+@pytest.mark.parametrize("place", REFITTED, ids=lambda f: f.__name__)
+def test_torn_storage_is_repaired_by_the_complete_changed_set(place):
+    a = values(place, 3)
+    b = loaders.changed(a, 4, 0.5)
+    model = twin(place, a)
+    path = LoaderPath(model, loaders.loader(model, place), [loaders.SPEC])
+    path.prewarm().raise_if_refused()
+    whole = loaders.item("w", a, b, Operation.SET)
+    noise = loaders.raw(loaders.random_bits(loaders.SHAPE, loaders.BF16, 5)).view(-1)[whole.indices]
+    garbage = Item(loaders.SPEC, Operation.SET, whole.indices, noise)
+    some = slice(0, garbage.entries // 2)
+    path.apply([Item(loaders.SPEC, Operation.SET, garbage.indices[some], garbage.values[some])])
+    half = slice(0, whole.entries, 2)
+    path.apply([Item(loaders.SPEC, Operation.SET, whole.indices[half], whole.values[half])])
+    path.apply([whole])
+    assert loaders.same(loaders.state(model), loaders.state(twin(place, b)))
+
+
+def ready(place=loaders.two_copies, seed=1):
+    a = loaders.random_bits(loaders.SHAPE, loaders.BF16, seed)
+    model = twin(place, a)
+    path = LoaderPath(model, loaders.loader(model, place), [loaders.SPEC])
+    path.prewarm().raise_if_refused()
+    return model, path, a, loaders.item("w", a, loaders.changed(a, 2, 0.4), Operation.SET)
+
+
+def refused(path, model, items, match):
+    before = loaders.state(model)
+    with pytest.raises(RefusedError, match=match):
+        path.apply(items)
+    assert loaders.same(loaders.state(model), before)
+
+
+def test_items_are_checked_before_the_first_byte():
+    model, path, _, good = ready()
+    refused(LoaderPath(model, loaders.loader(model, loaders.two_copies), [loaders.SPEC]), model, [good], "prewarm")
+    n = good.indices
+    for bad, match in [
+        (Item(TensorSpec("other", loaders.SHAPE, loaders.BF16), Operation.SET, n, good.values), "other: no such"),
+        (Item(TensorSpec("w", (6, 8), loaders.BF16), Operation.SET, n, good.values), "does not match"),
+        (Item(TensorSpec("w", loaders.SHAPE, torch.float16), Operation.SET, n, good.values), "does not match"),
+        (Item(loaders.SPEC, Operation.SET, n.flip(0), good.values), "strictly increasing"),
+        (Item(loaders.SPEC, Operation.SET, n + 48, good.values), "strictly increasing"),
+    ]:
+        refused(path, model, [good, bad], match)
+    assert path.apply([]) == 0
+    assert path.apply([Item(loaders.SPEC, Operation.ADD, n[:0], good.values[:0])]) == 0
+
+
+@pytest.mark.parametrize("operation", [Operation.ADD, Operation.XOR])
+def test_relative_items_need_a_preserving_loader(operation):
+    model, path, a, _ = ready(loaders.composed)
+    refused(path, model, [loaders.item("w", a, loaders.changed(a, 2, 0.4), operation)], "only set")
+
+
+def rebind_data(model):
+    model.p.data = model.p.data.clone()
+
+
+def rebind_parameter(model):
+    model.p = torch.nn.Parameter(model.p.data, requires_grad=False)
+    model.p.data = model.p.data.clone()
+
+
+def change_dtype(model):
+    model.half()
+
+
+def remove(model):
+    del model.big
+
+
+@pytest.mark.parametrize("move", [rebind_data, rebind_parameter, change_dtype, remove])
+def test_storage_that_moved_since_prewarm_is_refused(move):
+    model, path, _, good = ready()
+    held = path.fingerprint()
+    assert held == path.fingerprint()
+    move(model)
+    assert path.fingerprint() != held
+    refused(path, model, [good], "since prewarm")
+
+
+def test_a_changed_table_that_the_loader_consults_is_refused():
+    model, path, _, good = ready(loaders.table_lookup)
+    model.table[0] = 0
+    refused(path, model, [good], "consults")
+    model.table[0] = 3
+    assert path.apply([good]) == 1
+
+
+class Moody:
+    """A loader that does something else once it is told to."""
+
+    def __init__(self):
+        self.mood = None
+        self.model = loaders.Model()
+
+    def __call__(self, weights):
+        m = self.model
+        for _, w in weights:
+            if self.mood == "fail first":
+                raise ValueError("disk")
+            if self.mood == "elsewhere":
+                m.big.data[2:].copy_(w)
+                continue
+            m.p.data.copy_(w)
+            if self.mood == "fail later":
+                raise ValueError("disk")
+            if self.mood == "forget":
+                continue
+            if self.mood == "more":
+                m.f.data.copy_(w)
+            m.big.data[:8].copy_(w * 2 if self.mood == "scale" else w)
+            if self.mood == "rebind":
+                m.p = loaders.parameter(8, 6)
+            if self.mood == "values":
+                w.sum().item()
+        return set() if self.mood == "silent" else {"p", "big"}
+
+
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("fail first", RefusedError),
+        ("elsewhere", RefusedError),
+        ("fail later", PartialWriteError),
+        ("forget", PartialWriteError),
+        ("scale", PartialWriteError),
+        ("more", PartialWriteError),
+        ("rebind", PartialWriteError),
+        ("values", PartialWriteError),
+        ("silent", PartialWriteError),
+    ],
+)
+def test_a_loader_that_changes_its_mind(mood, error):
+    load = Moody()
+    a = loaders.random_bits(loaders.SHAPE, loaders.BF16, 1)
+    b = loaders.changed(a, 2, 0.4)
+    with torch.no_grad():
+        load([("w", a)])
+    path = LoaderPath(load.model, load, [loaders.SPEC])
+    path.prewarm().raise_if_refused()
+    before = loaders.state(load.model)
+    load.mood = mood
+    with pytest.raises((RefusedError, PartialWriteError), match=r"\w+: ") as caught:
+        path.apply([loaders.item("w", a, b, Operation.SET)])
+    assert type(caught.value) is error
+    assert loaders.same(loaders.state(load.model), before) == (error is RefusedError)
+    load.mood = None
+    path.prewarm().raise_if_refused()
+    path.apply([loaders.item("w", a, b, Operation.SET)])
+    if mood == "rebind":
+        return  # what the loader had bound anew was never loaded
+    fresh = Moody()
+    with torch.no_grad():
+        fresh([("w", b)])
+    assert loaders.same(loaders.state(load.model), loaders.state(fresh.model))
+
+
+def test_writes_are_executed_and_undone_where_a_loader_insists_on_them():
+    """Withheld, the loader fails; executed, it succeeds; afterwards every bit is what it was."""
+    model = loaders.Model()
+
+    def load(weights):
+        for _, w in weights:
+            model.p.data.copy_(w)
+            if not any(ctypes.string_at(model.p.data_ptr(), 96)):
+                raise ValueError("nothing was written")
+        return {"p"}
+
+    before = loaders.state(model)
+    path = LoaderPath(model, load, [loaders.SPEC])
+    assert path.prewarm().classes == {"w": LoaderClass.PRESERVING}
+    assert loaders.same(loaders.state(model), before)
+    b = loaders.random_bits(loaders.SHAPE, loaders.BF16, 1)
+    path.apply([loaders.item("w", torch.zeros(loaders.SHAPE, dtype=loaders.BF16), b, Operation.XOR)])
+    assert torch.equal(loaders.raw(model.p), loaders.raw(b))
+
+
+def test_a_loader_that_writes_through_an_address_is_refused_and_undone():
+    model = loaders.Model()
+
+    def load(weights):
+        for _, w in weights:
+            model.p.data.copy_(w)
+            ctypes.memset(model.p.data_ptr(), w.flatten().view(torch.uint8).data_ptr() and 7, 96)
+        return {"p"}
+
+    def without_values(weights):
+        for n, w in weights:
+            if w.is_meta:
+                raise ValueError("meta")
+            load([(n, w)])
+        return {"p"}
+
+    before = loaders.state(model)
+    learned = LoaderPath(model, without_values, [loaders.SPEC]).prewarm()
+    assert learned.classes == {"w": LoaderClass.REFUSED}
+    assert loaders.same(loaders.state(model), before)
+
+
+def test_two_owners_items_of_one_tensor():
+    model, path, a, _ = ready()
+    b = loaders.changed(a, 9, 0.6)
+    whole = loaders.item("w", a, b, Operation.XOR)
+    parts = [Item(loaders.SPEC, Operation.XOR, whole.indices[k::2], whole.values[k::2]) for k in (0, 1)]
+    assert path.apply(parts) == 4
+    assert loaders.same(loaders.state(model), loaders.state(twin(loaders.two_copies, b)))
+
+
+def test_names_given_twice():
+    model = loaders.Model()
+    with pytest.raises(RefusedError, match="given twice"):
+        LoaderPath(model, loaders.loader(model, loaders.widen), [loaders.SPEC, loaders.SPEC]).prewarm()

@@ -1,0 +1,57 @@
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from raw_peer import SECRET, WAIT_S
+
+from dcr.runtime.channel import ChannelSettings, Hub, Spoke
+
+
+@pytest.fixture
+def start():
+    """Starts hubs and spokes, and closes them."""
+
+    class Start:
+        def __init__(self):
+            self.open = []
+
+        def hub(self, events, secret=SECRET, on_event=None, **settings):
+            hub = Hub(secret, on_event or events.put, settings=ChannelSettings(**settings))
+            self.open.append(hub)
+            return hub
+
+        def spoke(self, peer, hub, on_message=lambda _: None, secret=SECRET, callbacks=(None, None), **settings):
+            resolve = hub if callable(hub) else lambda: hub.address
+            on_connect, on_disconnect = callbacks
+            spoke = Spoke(
+                secret,
+                peer,
+                on_message,
+                resolve=resolve,
+                settings=ChannelSettings(**settings),
+                on_connect=on_connect,
+                on_disconnect=on_disconnect,
+            )
+            self.open.append(spoke)
+            return spoke
+
+    start = Start()
+    yield start
+    for one in reversed(start.open):
+        one.close()
+
+
+@pytest.fixture
+def nothing_left():
+    """After the test, and after everything is closed, no thread and no file descriptor more than before."""
+
+    def left():
+        return {t.name for t in threading.enumerate()}, len(list(Path("/proc/self/fd").iterdir()))
+
+    before = left()
+    yield
+    deadline = time.monotonic() + WAIT_S
+    while left() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left() == before
