@@ -216,7 +216,7 @@ class NodeAgent:
         except RefusedError as e:
             _log.warning("order refused: %s", e)
 
-    def _do(self, effects: Sequence[role.Effect]) -> None:
+    def _do(self, effects: Sequence[role.Effect]) -> None:  # noqa: C901, PLR0912 - one branch an effect
         for effect in effects:
             match effect:
                 case Step():

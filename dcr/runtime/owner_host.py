@@ -202,7 +202,7 @@ class OwnerHost:
 
     # ------------------------------------------------------------ effects
 
-    def _do(self, effects: Sequence[role.Effect]) -> None:
+    def _do(self, effects: Sequence[role.Effect]) -> None:  # noqa: C901 - one branch an effect
         name, incarnation = self._source.owner, self._incarnation
         for effect in effects:
             match effect:

@@ -7,13 +7,17 @@ import msgspec
 from dcr.protocol.errors import RefusedError
 
 
+BUCKET_BYTES_MAX = 128 << 20
+"""Larger buckets could make payloads that receivers refuse (``Limits.payload_bytes_max``)."""
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Bounds and sizes; the defaults are right on one machine.  Times are in seconds, sizes in bytes."""
 
     operation: str = "add"
     """Relative operation where it is allowed: ``add`` (smaller) or ``xor`` (the paper's)."""
     bucket_bytes: int = 8 << 20
-    """Entries packed into one payload, before compression."""
+    """Entries packed into one payload, before compression; at most BUCKET_BYTES_MAX."""
     chunk_elements: int = 1 << 22
     """Elements compared with the baseline at a time."""
     members_min: int = 1
@@ -54,6 +58,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.operation not in ("add", "xor"):
             raise RefusedError(f"setting operation: {self.operation!r} is not one of add, xor")
+        if self.bucket_bytes > BUCKET_BYTES_MAX:
+            raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if not isinstance(value, str) and not value > 0:
