@@ -26,7 +26,7 @@ TOKENS = 24
 PROMPTS = ["The for statement is used to ", "An object's type is "]
 START_TIMEOUT_S = 600
 STEP_TIMEOUT_S = 900
-BUCKET_BYTES = 32 << 10
+BUCKET_BYTES = 96 << 10
 
 
 class Demo:
@@ -56,7 +56,7 @@ class Demo:
 
     def process(self, name: str, module: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
         """Start a process of the demo."""
-        p = Process(name, self.run, module, *arguments, environment=environment)
+        p = Process(name, self.run, module, *arguments, progress=self.say, environment=environment)
         self.processes.append(p)
         return p
 
@@ -87,7 +87,7 @@ class Demo:
         self.say("warm-up: the untrained policy learns to write a little")
         loss = self.all_trainers(do="warm_up")["loss"]
         self.save(0)
-        self.say(f"warm-up done, loss {loss:.3f} nats a byte; checkpoint of {self.checkpoint_bytes:,} bytes saved")
+        self.say(f"warm-up done, loss {loss:.3f}; checkpoint of {self.checkpoint_bytes:,} bytes saved")
         self.say("starting one vLLM engine, one torch receiver, and their twins")
         v0 = str(self.checkpoint(0))
         self.receivers["vllm"] = self.process("receiver-vllm", "demo.vllm_node", *where, "--checkpoint", v0)
@@ -166,7 +166,8 @@ class Demo:
                 self.compare(number, name, twin["digests"])
                 if made["tokens"] != twin["tokens"]:
                     raise DemoError(f"version {number}: receiver vllm and its twin generate different tokens")
-                said = decode(made["tokens"][0])
+                sampled = receiver.ask(STEP_TIMEOUT_S, do="sample", prompt=prompts[0], tokens=2 * TOKENS, seed=number)
+                said = decode(sampled["tokens"])
             else:
                 self.compare(number, name, self.twin_torch(number))
         stages = {k: v for k, v in report["stages"].items() if k != "synchronise"}

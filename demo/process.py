@@ -30,9 +30,16 @@ class Process:
     """One child process.  Every wait has a limit; when it ends by itself, whoever waits is told."""
 
     def __init__(
-        self, name: str, run: Path, module: str, *arguments: str, environment: dict[str, str] | None = None
+        self,
+        name: str,
+        run: Path,
+        module: str,
+        *arguments: str,
+        progress: Callable[[str], None],
+        environment: dict[str, str] | None = None,
     ) -> None:
         self.name = name
+        self._progress = progress
         self._log = run / f"{name}.log"
         with self._log.open("ab") as log:
             self._child = subprocess.Popen(
@@ -51,7 +58,11 @@ class Process:
     def _read(self) -> None:
         assert self._child.stdout is not None
         for line in self._child.stdout:
-            self._answers.put(json.loads(line))
+            answer = json.loads(line)
+            if "progress" in answer:
+                self._progress(answer["progress"])
+            else:
+                self._answers.put(answer)
         self._answers.put(None)
 
     def send(self, **request: Any) -> None:

@@ -1,6 +1,6 @@
 """The training side of the demo: FSDP2 over gloo, AdamW on FP32 masters, BF16 weights rewritten from them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +15,7 @@ WINDOW = 64
 GRADIENT_NORM_MAX = 1.0
 WARM_UP_STEPS = 160
 WARM_UP_RATE = 3e-3
+PROGRESS_STEPS = 40
 RATE = 5e-6
 COLLECTIVE_TIMEOUT_S = 120
 
@@ -73,11 +74,16 @@ class Trainer:
         policy.shard(self.model, init_device_mesh("cpu", (self._ranks,)))
         self.optimizer = MasterAdamW(self.model.parameters(), RATE)
 
-    def warm_up(self, steps: int = WARM_UP_STEPS) -> float:
-        """Train at a high rate, so that the policy has something to say; returns the last loss."""
+    def warm_up(self, steps: int = WARM_UP_STEPS, progress: Callable[[int, float], None] = lambda *_: None) -> float:
+        """Train at a high rate, so that the policy has something to say; returns the last loss.
+
+        ``progress`` is called with the steps done and the loss, every so often.
+        """
         for step in range(steps):
             self.optimizer.set_rate(WARM_UP_RATE * min(1.0, (step + 1) / 8, (steps - step) / (steps / 2)))
             loss = self.step()
+            if (step + 1) % PROGRESS_STEPS == 0:
+                progress(step + 1, loss)
         self.optimizer.set_rate(RATE)
         return loss
 

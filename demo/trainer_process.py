@@ -5,13 +5,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from demo.process import claim_output, serve
+from demo.process import claim_output, serve, tell
 
 claim_output()
 
 
+import torch.distributed as dist  # noqa: E402
+
 from dcr import TrainerRefit  # noqa: E402
-from demo.train import Trainer  # noqa: E402
+from demo.train import WARM_UP_STEPS, Trainer  # noqa: E402
 
 
 def main() -> None:
@@ -24,8 +26,12 @@ def main() -> None:
     trainer = Trainer()
     refit: list[TrainerRefit] = []
 
+    def progress(steps: int, loss: float) -> None:
+        if dist.get_rank() == 0:
+            tell({"progress": f"warm-up: {steps}/{WARM_UP_STEPS} steps, loss {loss:.3f} nats a byte"})
+
     def warm_up(_: dict[str, Any]) -> dict[str, Any]:
-        return {"loss": trainer.warm_up()}
+        return {"loss": trainer.warm_up(progress=progress)}
 
     def save(request: dict[str, Any]) -> dict[str, Any]:
         trainer.save(Path(request["directory"]))

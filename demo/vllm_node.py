@@ -41,7 +41,14 @@ def main() -> None:
         made = engine.generate(request["prompts"], sampling)
         return {"version": made.version, "tokens": [list(o.outputs[0].token_ids) for o in made.outputs]}
 
-    serve({"wait_serving": wait_serving, "bits": bits, "generate": generate})
+    def sample(request: dict[str, Any]) -> dict[str, Any]:
+        sampling = SamplingParams(
+            temperature=0.6, seed=request["seed"], max_tokens=request["tokens"], ignore_eos=True, detokenize=False
+        )
+        made = engine.generate([request["prompt"]], sampling)
+        return {"tokens": list(made.outputs[0].outputs[0].token_ids)}
+
+    serve({"wait_serving": wait_serving, "bits": bits, "generate": generate, "sample": sample})
     node.close()
     engine.shutdown()
 

@@ -6,7 +6,6 @@ import msgspec
 
 from dcr.protocol.errors import RefusedError
 
-
 BUCKET_BYTES_MAX = 128 << 20
 """Larger buckets could make payloads that receivers refuse (``Limits.payload_bytes_max``)."""
 
