@@ -11,13 +11,11 @@ from dcr.data_plane.bits import bit_view, bits_dtype
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.prewarm import Learned, Load, LoaderClass, Prewarm, learn
 from dcr.data_plane.provenance import Source
-from dcr.data_plane.resident import Residents, stored_bytes
+from dcr.data_plane.resident import PartialWriteError, Residents, stored_bytes
 from dcr.data_plane.write_watch import Write, WriteWatch
 from dcr.protocol.errors import DcrError, RefusedError
 
-
-class PartialWriteError(DcrError):
-    """Applying stopped after resident bytes had been written: the storage may be torn and the attempt has failed."""
+__all__ = ["LoaderClass", "LoaderPath", "PartialWriteError", "Prewarm"]
 
 
 @dataclass
@@ -137,8 +135,8 @@ class LoaderPath:
         No resident bit is changed.
 
         Raises:
-            RefusedError: see :func:`dcr.data_plane.prewarm.learn`.  Single tensors that cannot be refitted do not
-                raise; see :meth:`Prewarm.raise_if_refused`.
+            RefusedError, PartialWriteError: see :func:`dcr.data_plane.prewarm.learn`.  Single tensors that cannot be
+                refitted do not raise; see :meth:`Prewarm.raise_if_refused`.
         """
         self._prewarm = None
         learned = learn(self._model, self._load, self._order, self._device)

@@ -14,7 +14,7 @@ from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.placement_rules import fills_to_skip, find_clashes
 from dcr.data_plane.provenance import Source
 from dcr.data_plane.region import Region, share_memory
-from dcr.data_plane.resident import Residents, Snapshot
+from dcr.data_plane.resident import PartialWriteError, Residents, Snapshot
 from dcr.data_plane.thread_watch import count_started_threads
 from dcr.data_plane.write_watch import Write, WriteWatch
 from dcr.protocol.errors import RefusedError
@@ -162,7 +162,7 @@ class _Learner:
         self._residents.rebind()
         if rebound or self._residents.checksums() != before:
             what = ", ".join(rebound[:8]) or "resident memory"
-            raise RefusedError(f"the loader changed {what} past the watch during prewarm; restore this engine")
+            raise PartialWriteError(f"the loader changed {what} past the watch during prewarm; restore this engine")
         reasons |= find_clashes({n: one.writes for n, one in learned.items()})
         reasons |= self._unstable(learned)
         reasons |= self._beside_refused(learned, reasons)
@@ -352,8 +352,8 @@ def learn(model: nn.Module, load: Load, specs: Sequence[TensorSpec], device: tor
         device: where the loader finds the tensors it is given.
 
     Raises:
-        RefusedError: two specs share a name, or the loader changed resident memory past the watch while it was given
-            tensors without values.
+        RefusedError: two specs share a name.
+        PartialWriteError: the loader changed resident memory past the watch while it was given tensors without values.
     """
     twice = [n for n, count in Counter(s.name for s in specs).items() if count > 1]
     if twice:

@@ -11,6 +11,11 @@ import xxhash
 from torch import nn
 
 from dcr.data_plane.region import Region
+from dcr.protocol.errors import DcrError
+
+
+class PartialWriteError(DcrError):
+    """Resident bytes were written before something failed: the storage may be torn, and the attempt has failed."""
 
 
 @dataclass(frozen=True)

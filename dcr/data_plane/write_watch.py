@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcr.data_plane.bits import bit_view, bits_dtype
 from dcr.data_plane.provenance import ELEMENTWISE, Provenance, Source, UntraceableError, combine, storage_id
-from dcr.data_plane.region import Region, share_memory
+from dcr.data_plane.region import Region
 from dcr.data_plane.resident import Residents
 from dcr.protocol.errors import RefusedError
 
@@ -91,7 +91,7 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     by :class:`Provenance`; what cannot be followed goes to :meth:`refuse`.
 
     Attributes:
-        consulted: resident memory that was read as it was before the call.
+        consulted: resident memory that was read and is not a region written in the same call.
         refused_regions: resident memory that a refused operation would have written.
     """
 
@@ -152,19 +152,19 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         raise RefusedError(f"the loader was stopped: {reason}")
 
     def source_of(self, tensor: torch.Tensor) -> Source | None:
-        """Where a tensor's elements came from; notes resident memory that is read as it was before the call."""
+        """Where a tensor's elements came from.
+
+        Resident memory counts as canonical where the same region was written in this call; all else is noted as
+        consulted, and prewarm refuses a loader that consults what a load writes.
+        """
         if tensor.numel() == 0:
             return None
         if self.residents.span(tensor) is None:
             return self.provenance.source(tensor)
         region = Region.of(tensor)
-        if region in self._written:
-            return self._written[region]
-        for other, source in self._written.items():
-            if share_memory(region, other):
-                raise UntraceableError(source.origins, f"reads part of what it has written to {self._name(tensor)}")
-        self.consulted.add(region)
-        return None
+        if region not in self._written:
+            self.consulted.add(region)
+        return self._written.get(region)
 
     def _name(self, tensor: torch.Tensor) -> str:
         return self.residents.owner(tensor)

@@ -1,14 +1,13 @@
 """The coordinator: drives attempts and restores, and is the only writer of K while it leads (paper section 6.3)."""
 
-import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
-from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
+from dcr.protocol.coordinator_effects import Effect, ReadRecord, SendMember, SendOwner
 from dcr.protocol.fleet import Engine, Fleet
 from dcr.protocol.identity import Base, Kind
+from dcr.protocol.leader import Leader, Phase
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     Acknowledged,
@@ -33,37 +32,15 @@ from dcr.protocol.messages import (
     StorageState,
 )
 from dcr.protocol.receiver import admits
-from dcr.protocol.record import CommitRecord, Member, OpenTransition, OwnerRef
-from dcr.protocol.session import Session, digest_sum
+from dcr.protocol.record import CommitRecord, Member, OpenTransition
+from dcr.protocol.seats import Seat, Seats
+from dcr.protocol.session import Session
 from dcr.protocol.step import Step
 
 # ---------------------------------------------------------------- state
 
 
-class Phase(enum.StrEnum):
-    """What the coordinator is waiting for."""
-
-    STARTING = "starting"
-    IDLE = "idle"
-    WRITING = "writing"
-    ATTEMPT = "attempt"
-    FOLDING = "folding"
-    RESTORING = "restoring"
-    FATAL = "fatal"
-
-
-@dataclass
-class _OwnerSeat:
-    incarnation: int = 0
-    connected: bool = False
-    baseline_digest: str = ""
-    ready: int = 0
-    """The push that waits for its outcome; 0 if none does."""
-    done: int = 0
-    """The last push that got its outcome."""
-
-
-class Coordinator:
+class Coordinator(Leader):
     """The one leader of a record.
 
     The synchronous schedule of one transition::
@@ -103,22 +80,13 @@ class Coordinator:
     ) -> None:
         assert members_min >= 1
         assert attempts_max >= 1
-        self.record_id = record_id
-        self.leader = leader
+        super().__init__(record_id, leader)
         self.members_min = members_min
         self.attempts_max = attempts_max
         self.restores_max = restores_max
-        self.phase = Phase.STARTING
-        self.record: CommitRecord | None = None
-        self.revision: int | None = None
-        self._owners = {name: _OwnerSeat() for name in owners}
         self.fleet = Fleet(wire_version, operations)
+        self._seats = Seats(owners)
         self._session: Session | None = None
-        self._write: WriteRecord | None = None
-        self._rewrites = 0
-        self._operations_made = 0
-        self._timer = 0
-        self._waiting = ("", 0)
         self._candidates = 0
         self._outcome: Outcome | None = None
         self._budget_from: int | None = None  # attempts in K when the push in progress began
@@ -131,9 +99,9 @@ class Coordinator:
 
     def owner_report(self, report: OwnerReport) -> list[Effect]:
         """Take an owner's report; reports of older incarnations are ignored."""
-        seat = self._owners.get(report.owner)
-        if seat is None or self.phase is Phase.FATAL:
+        if report.owner not in self._seats or self.phase is Phase.FATAL:
             return []
+        seat = self._seats[report.owner]
         if isinstance(report, OwnerJoin):
             return self._owner_joined(seat, report)
         if report.incarnation != seat.incarnation:
@@ -153,7 +121,7 @@ class Coordinator:
 
     def owner_lost(self, owner: str, incarnation: int) -> list[Effect]:
         """An owner's connection ended."""
-        seat = self._owners[owner]
+        seat = self._seats[owner]
         if seat.incarnation != incarnation or not seat.connected:
             return []
         seat.connected = False
@@ -163,20 +131,15 @@ class Coordinator:
             return []  # it may come back and fold; the time-out decides
         return self._session_failed(f"owner {owner} was lost")
 
-    def _owner_joined(self, seat: _OwnerSeat, report: OwnerJoin) -> list[Effect]:
+    def _owner_joined(self, seat: Seat, report: OwnerJoin) -> list[Effect]:
         if report.control_version != CONTROL_VERSION:
             return self._fatal(
                 f"{report.owner} speaks control version {report.control_version}, this coordinator {CONTROL_VERSION}: "
                 "run the same version of dcr on every training rank"
             )
-        restarted = seat.incarnation not in (0, report.incarnation)
-        seat.incarnation = report.incarnation
-        seat.connected = True
-        seat.baseline_digest = report.baseline_digest
-        if restarted:
-            seat.ready = seat.done = 0
-        if self.phase is Phase.STARTING and self.record is None and self._write is None:
-            return [ReadRecord()] if all(s.connected for s in self._owners.values()) else []
+        restarted = seat.take(report)
+        if self.phase is Phase.STARTING:
+            return [] if self._seats.missing else [ReadRecord()]
         effects: list[Effect] = []
         if restarted and self._session is not None and self.phase in (Phase.ATTEMPT, Phase.RESTORING):
             effects = self._session_failed(f"owner {report.owner} restarted")
@@ -234,86 +197,38 @@ class Coordinator:
                 effects.append(SendMember(e.join.engine, Refuse(self.record_id, self._epoch, e.refused)))
         return effects
 
-    # ------------------------------------------------------------ the control plane's answers
+    # ------------------------------------------------------------ the record
 
-    def record_read(self, revision: int | None, record: CommitRecord | None, operation_id: str) -> list[Effect]:
-        """K was read: at the start, or to resolve a write of unknown outcome (DESIGN D3).
-
-        Args:
-            revision: K's revision; None if K is absent.
-            record: K; None if absent.
-            operation_id: the operation that made this revision.
-        """
-        w = self._write
-        if w is not None:
-            if operation_id == w.operation_id and revision is not None:
-                return self.written(w.operation_id, revision)
-            if revision == w.expected_revision:
-                # The old revision proves nothing: our write may still be on its way.  The same compare-and-set again
-                # settles it, for only one of the two can take effect.
-                self._rewrites += 1
-                if self._rewrites > self.attempts_max:
-                    return self._fatal("the control plane leaves the outcome of a write open again and again")
-                return [w]
-            return self._fatal(f"another leader wrote K (now revision {revision}): this one leads no more")
-        if self.phase is not Phase.STARTING:
-            return []
+    def _found(self, record: CommitRecord | None, revision: int | None) -> list[Effect]:
         if record is None:
-            total = self._baseline_total()
+            total = self._seats.baseline_total
             if not total:
                 return self._fatal("version 0 cannot be created: an owner has no baseline")
             return self._cas(CommitRecord.create(self.record_id, self.leader, total), "CreateRecord")
         self.record, self.revision = record, revision
         return self._cas(record.take_over(self.leader), "TakeOver")
 
-    def written(self, operation_id: str, revision: int) -> list[Effect]:
-        """Our compare-and-set took effect."""
-        w = self._write
-        if w is None or w.operation_id != operation_id:
-            return []
-        self._write, self._rewrites = None, 0
-        self.record, self.revision = w.record, revision
-        step = Step(self.leader, w.reason, w.record.epoch)
-        match w.reason:
-            case "CreateRecord" | "Admit" | "Abandon":
-                self._session = None
-                self.phase = Phase.IDLE
-                return [step, *self._publish(), *self._proceed()]
-            case "TakeOver":
-                if w.record.open is not None:
-                    # The candidate died with the process that held it (DESIGN D17).
-                    return [step, *self._cas(w.record.abandon(), "Abandon")]
-                self.phase = Phase.IDLE
-                return [step, *self._publish(), *self._proceed()]
-            case "Stop":
-                self.phase = Phase.IDLE
-                return [step, *self._publish(), *self._push_over(self._why_stopped())]
+    def _after(self, reason: str) -> list[Effect]:
+        match reason:
             case "OpenAttempt":
                 self.phase = Phase.ATTEMPT
-                return [step, *self._start_session()]
+                return self._start_session()
             case "OpenRestore":
                 self.phase = Phase.RESTORING
-                return [step, *self._start_session()]
+                return self._start_session()
             case "Commit":
                 self.phase = Phase.FOLDING
-                return [step, *self._committed()]
+                return self._committed()
+            case "TakeOver" if self._k.open is not None:
+                # The candidate died with the process that held it (DESIGN D17).
+                return self._cas(self._k.abandon(), "Abandon")
+            case "Stop":
+                self.phase = Phase.IDLE
+                return [*self._publish(), *self._push_over(self._why_stopped())]
             case _:
-                raise AssertionError(w.reason)
-
-    def conflict(self, operation_id: str, revision: int | None, stored_operation_id: str) -> list[Effect]:
-        """K is not at the revision that our compare-and-set expected."""
-        w = self._write
-        if w is None or w.operation_id != operation_id:
-            return []
-        if stored_operation_id == operation_id and revision is not None:
-            return self.written(operation_id, revision)  # it was our own write, whose answer was lost
-        return self._fatal(f"another leader wrote K (now revision {revision}): this one leads no more")
-
-    def unknown(self, operation_id: str) -> list[Effect]:
-        """Our compare-and-set may or may not have taken effect: read K back (DESIGN D3)."""
-        if self._write is None or self._write.operation_id != operation_id:
-            return []
-        return [Step(self.leader, "ReadBack", self._epoch, operation_id), ReadRecord()]
+                self._session = None
+                self.phase = Phase.IDLE
+                return [*self._publish(), *self._proceed()]
 
     # ------------------------------------------------------------ time
 
@@ -322,23 +237,19 @@ class Coordinator:
         if number != self._timer or self.phase is Phase.FATAL:
             return []
         s = self._session
-        if self.phase is Phase.ATTEMPT and s is not None:
+        if self.phase in (Phase.ATTEMPT, Phase.RESTORING) and s is not None:
             return self._session_failed(self._why_late(s))
-        if self.phase is Phase.RESTORING and s is not None:
-            return self._session_failed(f"time-out: restore of epoch {s.epoch} did not end")
         if self.phase is Phase.FOLDING and s is not None:
-            late = [o for o in self._owners if o not in s.folded]
             effects: list[Effect] = []
-            for owner in late:
-                self._owners[owner].baseline_digest = ""
+            for owner in sorted(self._seats.names - s.folded):
+                self._seats[owner].baseline_digest = ""
                 effects += self._fold_ended(owner, "time-out: no answer to the order to fold")
             return effects
-        if self.phase is Phase.IDLE and self._ready():
-            assert self.record is not None
-            missing = [o for o, seat in self._owners.items() if not seat.connected]
+        if self.phase is Phase.IDLE and self._seats.ready:
+            missing = self._seats.missing
             what = f"owners {', '.join(missing)}" if missing else f"{self.members_min} member(s)"
             self._failures.append(f"time-out: waited for {what}")
-            if self.record.open is not None and not self.record.open.stopped:
+            if self._k.open is not None and not self._k.open.stopped:
                 return self._stop()
             return self._push_over(self._failures[-1])
         return []
@@ -346,52 +257,38 @@ class Coordinator:
     # ------------------------------------------------------------ what to do next
 
     @property
-    def _epoch(self) -> int:
-        return 0 if self.record is None else self.record.epoch
-
-    def _ready(self) -> bool:
-        return all(seat.ready for seat in self._owners.values())
-
-    def _baseline_total(self) -> str:
-        return digest_sum([seat.baseline_digest for seat in self._owners.values()])
-
-    @property
     def _baseline_held(self) -> bool:
-        assert self.record is not None
-        return self._baseline_total() == self.record.baseline_id
+        return self._seats.baseline_total == self._k.baseline_id
 
     def _proceed(self) -> list[Effect]:
         """Start whatever is due, if nothing is under way."""
-        if self.phase is not Phase.IDLE or self.record is None:
+        if self.phase is not Phase.IDLE:
             return []
         abandoning, self._abandoning = self._abandoning, False
-        if self.record.open is not None and (abandoning or self._candidate_lost(self.record.open)):
-            return self._cas(self.record.abandon(), "Abandon")
-        if self._ready():
+        if self._k.open is not None and (abandoning or self._candidate_lost(self._k.open)):
+            return self._cas(self._k.abandon(), "Abandon")
+        if self._seats.ready:
             return self._open_attempt()
-        return self._take_in() if self.record.open is None else []
+        return self._take_in() if self._k.open is None else []
 
     def _take_in(self) -> list[Effect]:
         """Admit engines that hold the committed version; restore those that do not (DESIGN D15)."""
-        assert self.record is not None
-        joining = self.fleet.joining(self.record)
-        holding = tuple(e.member for e in joining if e.holds_committed(self.record))
+        joining = self.fleet.joining(self._k)
+        holding = tuple(e.member for e in joining if e.holds_committed(self._k))
         if holding:
-            return self._cas(self.record.admit(holding), "Admit")
-        if joining and self._baseline_held and all(s.connected for s in self._owners.values()):
+            return self._cas(self._k.admit(holding), "Admit")
+        if joining and self._baseline_held and not self._seats.missing:
             return self._open_restore(joining)
         return []
 
     def _base(self, kind: Kind) -> Base:
-        assert self.record is not None
-        held = "" if kind is Kind.DENSE else self.record.baseline_id
-        return Base(kind, self.record.version, held, "" if kind is Kind.RESTORE else self._candidate)
+        held = "" if kind is Kind.DENSE else self._k.baseline_id
+        return Base(kind, self._k.version, held, "" if kind is Kind.RESTORE else self._candidate)
 
     # ------------------------------------------------------------ attempts
 
     def _open_attempt(self) -> list[Effect]:
-        assert self.record is not None
-        k, tr = self.record, self.record.open
+        k, tr = self._k, self._k.open
         counted = 0 if tr is None else tr.attempts
         if self._budget_from is None:
             if tr is not None and not tr.content_digest:
@@ -407,7 +304,7 @@ class Coordinator:
             self._candidate = tr.candidate
         if counted - self._budget_from >= self.attempts_max:
             return self._stop()
-        if not all(seat.connected for seat in self._owners.values()):
+        if self._seats.missing:
             return self._wait("owners")
         chosen = self._choose_kind(counted)
         if chosen is None:
@@ -420,7 +317,7 @@ class Coordinator:
             candidate=self._candidate,
             attempts=counted + 1,
             kind=base.kind,
-            owners=tuple(OwnerRef(name, seat.incarnation) for name, seat in sorted(self._owners.items())),
+            owners=self._seats.refs,
             wire_version=self.fleet.wire_version,
             operations=operations,
             content_digest="" if tr is None else tr.content_digest or self._content_found,
@@ -429,26 +326,31 @@ class Coordinator:
         evicted = [m for m in k.members if m not in refs]
         record = k.open_attempt(transition, refs)
         operation = operations[0] if base.kind is Kind.RELATIVE else "set"
-        self._session = self._new_session(record.epoch, base, transition.target, engines, operation, counted + 1)
+        self._session = self._new_session(record, base, engines, operation)
         steps = [Step(self.leader, "Evict", record.epoch, f"{m.engine} ({m.incarnation})") for m in evicted]
         return [*steps, *self._cas(record, "OpenAttempt")]
 
-    def _new_session(
-        self, epoch: int, base: Base, target: int, engines: list[Engine], operation: str, attempt: int
-    ) -> Session:
-        owners = tuple(OwnerRef(name, seat.incarnation) for name, seat in sorted(self._owners.items()))
-        set_only = tuple(sorted({name for e in engines for name in e.join.set_only}))
-        return Session(epoch, base, target, attempt, {e.member for e in engines}, owners, operation, set_only)
+    def _new_session(self, record: CommitRecord, base: Base, engines: list[Engine], operation: str = "set") -> Session:
+        tr = record.open
+        return Session(
+            epoch=record.epoch,
+            base=base,
+            target=record.version if tr is None else tr.target,
+            attempt=0 if tr is None else tr.attempts,
+            members={e.member for e in engines},
+            owners=self._seats.refs,
+            operation=operation,
+            set_only=tuple(sorted({name for e in engines for name in e.join.set_only})),
+        )
 
     def _choose_kind(self, attempts: int) -> tuple[Base, list[Engine]] | None:
         """The cheapest kind that enough engines admit (DESIGN D4); None if there are not enough engines."""
-        assert self.record is not None
         kinds = [Kind.RELATIVE] if attempts == 0 else [Kind.ABSOLUTE, Kind.DENSE]
         if not self._baseline_held or self._dense_only:
             kinds = [Kind.DENSE]
         for kind in kinds:
             base = self._base(kind)
-            engines = self.fleet.admitting(self.record, base)
+            engines = self.fleet.admitting(self._k, base)
             if len(engines) >= self.members_min:
                 return base, engines
         return None
@@ -461,15 +363,18 @@ class Coordinator:
 
     def _candidate_lost(self, tr: OpenTransition) -> bool:
         """True if an owner restarted since: its weights may be others, and the candidate died with it (D17)."""
-        return any(self._owners[o.owner].incarnation != o.incarnation for o in tr.owners)
+        return any(o not in self._seats.refs for o in tr.owners)
 
     def _stop(self) -> list[Effect]:
-        assert self.record is not None
-        return self._cas(self.record.stop(self._content_found), "Stop")
+        return self._cas(self._k.stop(self._content_found), "Stop")
 
     def _start_session(self) -> list[Effect]:
         s = self._session
         assert s is not None
+        gone = sorted(m.engine for m in s.members if (e := self.fleet.of(m)) is None or not e.connected)
+        if gone or s.owners != self._seats.refs or self._seats.missing:
+            # They went while K was being written.
+            return self._session_failed(f"{', '.join(gone) or 'an owner'} was lost")
         prepare = Prepare(self.record_id, s.epoch, s.target, s.base, s.owners)
         emit = Emit(self.record_id, s.epoch, s.target, s.base, s.operation, s.set_only)
         effects = self._start_timer("restore" if s.restore else "prepare")
@@ -488,10 +393,9 @@ class Coordinator:
         m = Member(report.engine, report.incarnation)
         if s is None or m not in s.members:
             return []
-        assert self.record is not None
-        if not admits(engine.seen(self.record), s.base):
+        if not admits(engine.seen(self._k), s.base):
             return self._out_of_session(m, f"cannot take a {s.base.kind.value} attempt: it holds {report.state}")
-        if s.restore and engine.holds_committed(self.record):
+        if s.restore and engine.holds_committed(self._k):
             s.drop(m)  # it learned meanwhile that it needs none
             step = Step(self.leader, "SkipRestore", s.epoch, m.engine)
             return [step, *self._go_on(s)]
@@ -514,7 +418,7 @@ class Coordinator:
             return []
         s.sealed[report.owner] = report
         s.took(report.seconds)
-        tr = None if self.record is None else self.record.open
+        tr = self._k.open
         if tr is not None and tr.content_digest and s.content_digest not in ("", tr.content_digest):
             reason = "candidate changed: this attempt found other content than the one before"
             return self._session_failed(reason, fatal=True)
@@ -530,7 +434,6 @@ class Coordinator:
         return self._complete(s)
 
     def _complete(self, s: Session) -> list[Effect]:
-        assert self.record is not None
         if not s.complete:
             return []
         wrong = sorted(m for m, root in s.roots.items() if root != s.root)
@@ -541,9 +444,9 @@ class Coordinator:
                 e = self.fleet.engines[m.engine]
                 e.state, e.restore_failures = StorageState(s.target, s.base.baseline_id, ()), 0
             self._session = None
-            return self._cas(self.record.admit(tuple(sorted(s.members))), "Admit")
+            return self._cas(self._k.admit(tuple(sorted(s.members))), "Admit")
         operation_id = self._next_operation()
-        return self._cas(self.record.commit(s.content_digest, s.root, operation_id), "Commit", operation_id)
+        return self._cas(self._k.commit(s.content_digest, s.root, operation_id), "Commit", operation_id)
 
     # ------------------------------------------------------------ failures
 
@@ -582,17 +485,11 @@ class Coordinator:
 
     def _why_late(self, s: Session) -> str:
         """Why a time-out ran out; members that let it pass, with nobody else to blame, count as silent."""
-        waiting = sorted(s.members - (set(s.roots) if s.applying else s.prepared))
-        names = ", ".join(m.engine for m in waiting)
-        if not s.applying:
-            reason = f"time-out: {names} did not prepare epoch {s.epoch}"
-        elif s.unsealed:
-            return f"time-out: {', '.join(s.unsealed)} did not seal epoch {s.epoch}"
-        else:
-            reason = f"time-out: {names} did not acknowledge epoch {s.epoch}"
-        for m in waiting:
-            self.fleet.engines[m.engine].silent = True
-        return reason
+        waiting, reason = s.late
+        if not s.restore:
+            for e in filter(None, map(self.fleet.of, waiting)):
+                e.silent = True
+        return f"time-out: {reason}"
 
     def _emit_failed(self, report: EmitFailed) -> list[Effect]:
         if self._in_session(report.epoch) is None:
@@ -602,7 +499,6 @@ class Coordinator:
     def _session_failed(self, reason: str, *, fatal: bool = False) -> list[Effect]:
         s = self._session
         assert s is not None
-        assert self.record is not None
         if s.restore:
             for m in sorted(s.members):
                 self._restore_failed(m, reason)
@@ -627,9 +523,8 @@ class Coordinator:
     def _committed(self) -> list[Effect]:
         s = self._session
         assert s is not None
-        assert self.record is not None
         for e in filter(None, map(self.fleet.of, s.members)):
-            e.state = StorageState(self.record.version, self.record.baseline_id, ())
+            e.state = StorageState(self._k.version, self._k.baseline_id, ())
         fold = Fold(self.record_id, s.epoch)
         effects = self._publish() + self._start_timer("fold")
         return effects + [SendOwner(o.owner, fold) for o in s.owners]
@@ -639,7 +534,7 @@ class Coordinator:
         order = Published(self.record_id, self._epoch)
         return [SendMember(name, order) for name, e in sorted(self.fleet.engines.items()) if e.connected]
 
-    def _folded(self, seat: _OwnerSeat, report: Folded) -> list[Effect]:
+    def _folded(self, seat: Seat, report: Folded) -> list[Effect]:
         s = self._session
         if s is None or self.phase is not Phase.FOLDING or report.epoch != s.epoch:
             return []
@@ -655,36 +550,24 @@ class Coordinator:
         s.folded.add(owner)
         if reason:
             self._failures.append(f"{owner} lost its baseline: {reason}")
-        if s.folded != set(self._owners):
+        if s.folded != self._seats.names:
             return []
         self.phase = Phase.IDLE
         return [Step(self.leader, "FinishTransition", s.epoch), *self._push_over("")]
 
     def _push_over(self, error: str) -> list[Effect]:
         """Tell every owner that took part how the push ended, and go on to what waited meanwhile."""
-        assert self.record is not None
         s = self._session
-        epoch = self.record.epoch if s is None else s.epoch
-        summary: dict[str, float | int | str | list[str]] = {"failures": list(self._failures)}
-        if s is not None and not error:
-            committed = self.record.committed
-            assert committed is not None
-            sealed = list(s.sealed.values())
-            summary |= {
-                "kind": s.base.kind.value,
-                "attempts": s.attempt - (self._budget_from or 0),
-                "members": [m.engine for m in committed.members],
-                "changed_entries": sum(r.changed_entries for r in sealed),
-                "elements": sum(r.owned_elements for r in sealed),
-                "payloads": sum(r.payloads for r in sealed),
-                "payload_bytes": sum(r.payload_bytes for r in sealed),
-                **{f"seconds_{k}": v for k, v in sorted(s.seconds.items())},
-            }
-        self._outcome = Outcome(self.record_id, epoch, self.record.version, self._candidate, error, summary)
+        epoch = self._k.epoch if s is None else s.epoch
+        summary = {
+            "failures": list(self._failures),
+            **({} if s is None or error else s.summary(self._budget_from or 0)),
+        }
+        self._outcome = Outcome(self.record_id, epoch, self._k.version, self._candidate, error, summary)
         # An owner that restarted after the commit may wait with other weights already: this is not its push.
         took_part = {} if s is None or error else {o.owner: o.incarnation for o in s.owners}
         effects: list[Effect] = []
-        for name, seat in sorted(self._owners.items()):
+        for name, seat in self._seats:
             if seat.ready and took_part.get(name, seat.incarnation) == seat.incarnation:
                 seat.done, seat.ready = seat.ready, 0
                 effects.append(self._tell(name, self._outcome))
@@ -694,14 +577,14 @@ class Coordinator:
         return effects + self._proceed()
 
     def _tell(self, owner: str, outcome: Outcome) -> SendOwner:
-        return SendOwner(owner, msgspec.structs.replace(outcome, push=self._owners[owner].done))
+        seat = self._seats[owner]
+        return SendOwner(owner, msgspec.structs.replace(outcome, incarnation=seat.incarnation, push=seat.done))
 
     # ------------------------------------------------------------ restores
 
     def _open_restore(self, joining: list[Engine]) -> list[Effect]:
-        assert self.record is not None
-        record = self.record.open_restore()
-        self._session = self._new_session(record.epoch, self._base(Kind.RESTORE), record.version, joining, "set", 0)
+        record = self._k.open_restore()
+        self._session = self._new_session(record, self._base(Kind.RESTORE), joining)
         return self._cas(record, "OpenRestore")
 
     # ------------------------------------------------------------ the operator
@@ -714,31 +597,3 @@ class Coordinator:
     def dense_next(self) -> None:
         """The operator orders the attempts of the next push to be dense (DESIGN D14)."""
         self._dense_only = True
-
-    # ------------------------------------------------------------ inside
-
-    def _next_operation(self) -> str:
-        self._operations_made += 1
-        return f"{self.leader}-{self._operations_made}"
-
-    def _cas(self, record: CommitRecord, reason: str, operation_id: str = "") -> list[Effect]:
-        assert self._write is None
-        self.phase = Phase.WRITING
-        self._write = WriteRecord(record, self.revision, operation_id or self._next_operation(), reason)
-        return [self._write]
-
-    def _wait(self, name: str) -> list[Effect]:
-        """Wait idly for somebody to come; whoever comes does not prolong the wait for the others."""
-        if self._waiting == (name, self._timer):
-            return []
-        effects = self._start_timer(name)
-        self._waiting = (name, self._timer)
-        return effects
-
-    def _start_timer(self, name: str) -> list[Effect]:
-        self._timer += 1
-        return [StartTimer(name, self._timer)]
-
-    def _fatal(self, reason: str) -> list[Effect]:
-        self.phase = Phase.FATAL
-        return [Step(self.leader, "Fatal", self._epoch, reason), Fatal(reason)]

@@ -99,7 +99,9 @@ def decode_manifest(data: bytes) -> Manifest:
     try:
         return _decoder.decode(data)
     except msgspec.MsgspecError as e:
-        raise CorruptPayloadError(f"these {len(data)} bytes are no manifest that this version of dcr can read: {e}") from e
+        raise CorruptPayloadError(
+            f"these {len(data)} bytes are no manifest that this version of dcr can read: {e}"
+        ) from e
 
 
 def manifest_root(digests: dict[str, str]) -> str:

@@ -26,7 +26,7 @@ class StorageState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content_digest: str
     """Content digest of that version; empty if unknown."""
     torn_by: tuple[str, ...]
-    """Sources whose writes began since then: candidate tokens, ``dense``, ``restore`` or ``unknown``; empty means clean."""
+    """What wrote since then: candidate tokens, ``dense``, ``restore`` or ``unknown``; empty means clean."""
 
     @property
     def clean(self) -> bool:
@@ -102,9 +102,10 @@ class Outcome(_Message, frozen=True):
     error: str
     """Empty on success."""
     summary: dict[str, float | int | str | list[str]]
+    incarnation: int = 0
     push: int = 0
-    """Which push of the receiving owner this ends, as its ``CandidateReady`` counted (0: whichever waits); during any
-    other push it is to be ignored, for it may come twice."""
+    """Which push of which incarnation of the receiving owner this ends, as its ``CandidateReady`` said (push 0:
+    whichever waits); any other push must ignore it, for it may come late, or twice."""
 
 
 # ---------------------------------------------------------------- reports from members

@@ -60,6 +60,29 @@ class Session:
         """True when every owner has sealed and every member has acknowledged."""
         return bool(self.members) and set(self.roots) == self.members and not self.unsealed
 
+    @property
+    def late(self) -> tuple[list[Member], str]:
+        """Members that a time-out leaves to blame, and what was waited for."""
+        if self.applying and self.unsealed:
+            return [], f"{', '.join(self.unsealed)} did not seal epoch {self.epoch}"
+        done, stage = (set(self.roots), "acknowledge") if self.applying else (self.prepared, "prepare")
+        members = sorted(self.members - done)
+        return members, f"{', '.join(m.engine for m in members)} did not {stage} epoch {self.epoch}"
+
+    def summary(self, attempts_before: int) -> dict[str, float | int | str | list[str]]:
+        """What a report of the push says of a session that was committed."""
+        sealed = list(self.sealed.values())
+        return {
+            "kind": self.base.kind.value,
+            "attempts": self.attempt - attempts_before,
+            "members": sorted(m.engine for m in self.members),
+            "changed_entries": sum(r.changed_entries for r in sealed),
+            "elements": sum(r.owned_elements for r in sealed),
+            "payloads": sum(r.payloads for r in sealed),
+            "payload_bytes": sum(r.payload_bytes for r in sealed),
+            **{f"seconds_{k}": v for k, v in sorted(self.seconds.items())},
+        }
+
     def drop(self, m: Member) -> None:
         """Go on without this member."""
         self.members.discard(m)

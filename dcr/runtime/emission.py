@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from dcr.data_plane.bucket import pack
+from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.encode import to_item
 from dcr.data_plane.item import Item, Operation
 from dcr.data_plane.payload import encode_payload, payload_digest
 from dcr.delivery.interface import Delivery, payload_key
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, SealedPayload
 from dcr.protocol.messages import Emit
 from dcr.runtime.source import Source
@@ -42,14 +44,19 @@ class Emission:
         self._delivery = delivery
         self._bucket_bytes = bucket_bytes
 
-    def run(self) -> Manifest:
+    def run(self, candidate_digest: ContentDigest | None = None) -> Manifest:
         """Emit everything and return the manifest, which is not delivered yet.
+
+        Args:
+            candidate_digest: what an earlier attempt with this candidate found to be its content; None if none did.
 
         Raises:
             CancelledError: ``cancelled`` was set.
-            DcrError: detection was refused, or the store failed.
+            DcrError: detection was refused, the candidate is not what it was, or the store failed.
         """
         o = self.order
+        if candidate_digest is not None and o.base.kind is not Kind.RESTORE:
+            self._check_candidate(candidate_digest)
         payloads: list[SealedPayload] = []
         for items in self._timed(pack(self._items(), self._bucket_bytes), "detect"):
             if self.cancelled.is_set():
@@ -81,6 +88,21 @@ class Emission:
             changed_entries=sum(p.entries for p in payloads),
             owned_elements=self._source.owned_elements,
         )
+
+    def _check_candidate(self, expected: ContentDigest) -> None:
+        """Refuse weights that were stepped since an earlier attempt, before a payload of them leaves (DESIGN D10).
+
+        Members torn by them would carry the same candidate's name, and the changed set of the right weights, which
+        does not cover what the stepped ones changed, would be taken to repair them.
+        """
+        for _ in self._timed(self._source.changes(self.order.base.kind), "detect"):
+            if self.cancelled.is_set():
+                raise CancelledError
+        if self._source.candidate_digest != expected:
+            raise RefusedError(
+                f"candidate changed: the weights owned by {self._source.owner} were stepped between two attempts; "
+                "keep them as they are until push() returns"
+            )
 
     def _items(self) -> Iterator[Item]:
         set_only = frozenset(self.order.set_only)

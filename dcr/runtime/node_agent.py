@@ -100,6 +100,10 @@ class NodeAgent:
         loaded_digest: content digest of what its loader was fed; empty if unknown.
         settings: bounds.
         observe: called with every step of the node role.
+
+    Raises:
+        RefusedError: the rank cannot be attached to.
+        DcrError: the gate of an engine that an earlier agent left open would not close.
     """
 
     def __init__(
@@ -123,6 +127,8 @@ class NodeAgent:
         self._delivery = delivery
         self._settings = settings
         self._observe = observe
+        # The role starts with a closed gate; an agent before this one may have left it open.
+        engine.close_gate(settings.drain_timeout_s)
         attach = Attach(name, record_id, tuple(WireSpec.of(s) for s in specs), loaded_digest)
         answer = decode_answer(engine.rank_call(encode(attach)))
         if answer.refused:

@@ -12,7 +12,7 @@ from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
-from dcr.protocol.identity import Manifest, encode_manifest
+from dcr.protocol.identity import Kind, Manifest, encode_manifest
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
@@ -89,6 +89,7 @@ class OwnerHost:
         self._emission: Emission | None = None
         self._seconds: dict[str, float] = {}
         self._bytes = 0
+        self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._push = 0
         self._waiting = False
         self._outcome: Outcome | None = None
@@ -192,8 +193,9 @@ class OwnerHost:
                 return self._role.fold(order)
             case Outcome():
                 with self._changed:
-                    # An outcome may come twice; one of an earlier push is not this push's.
-                    if self._waiting and order.record_id == self._record_id and order.push in (0, self._push):
+                    # An outcome may come late, or twice: only one of this very push is an answer to it.
+                    mine = (order.incarnation, order.push) == (self._incarnation, self._push) or order.push == 0
+                    if self._waiting and order.record_id == self._record_id and mine:
                         self._outcome = order
                         self._changed.notify_all()
                 return []
@@ -202,7 +204,7 @@ class OwnerHost:
 
     # ------------------------------------------------------------ effects
 
-    def _do(self, effects: Sequence[role.Effect]) -> None:  # noqa: C901 - one branch an effect
+    def _do(self, effects: Sequence[role.Effect]) -> None:
         name, incarnation = self._source.owner, self._incarnation
         for effect in effects:
             match effect:
@@ -236,7 +238,7 @@ class OwnerHost:
         if emission.cancelled.is_set():
             return
         try:
-            manifest = emission.run()
+            manifest = emission.run(self._found.get(emission.order.base.candidate))
         except CancelledError:
             return
         except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the epoch by its name
@@ -244,6 +246,8 @@ class OwnerHost:
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
             return
         self._seconds, self._bytes = dict(emission.seconds), emission.payload_bytes
+        if emission.order.base.kind is not Kind.RESTORE:
+            self._found = {emission.order.base.candidate: ContentDigest.from_hex(manifest.content_digest)}
         self._post(lambda: self._role.emitted(manifest))
 
     def _seal(self, m: Manifest) -> None:

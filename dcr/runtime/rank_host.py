@@ -79,7 +79,7 @@ class RankHost:
     def _state(self) -> StorageState:
         return _NOTHING_KNOWN if self._receiver is None else self._receiver.state
 
-    def _take(self, request: Request) -> list[Result]:  # noqa: PLR0911 - one return a request
+    def _take(self, request: Request) -> list[Result]:
         if isinstance(request, Attach):
             return [self._attach_to(request)]
         receiver = self._receiver

@@ -209,6 +209,11 @@ def composed_then_part(m, w):
     m.f.data[2:4].copy_(-torch.exp(m.f.data[2:4]))
 
 
+def copied_twice(m, w):
+    m.p.data.copy_(w)
+    m.p.data.copy_(w)
+
+
 def copied_twice_shifted(m, w):
     m.p.data.copy_(w)
     m.p.data.copy_(w.roll(1, 0))
@@ -395,6 +400,7 @@ EXPECTED = {
     composed: T,
     composed_at_once: T,
     composed_then_part: R,
+    copied_twice: T,
     copied_twice_shifted: R,
     other_half_wins: R,
     unregistered: R,

@@ -36,8 +36,9 @@ class TwoNames:
     def refit(self, name, operation=Operation.SET):
         """Apply a change of one tensor; whether the bits are those of a dense load of all tensors."""
         a = self.weights[name]
-        self.weights[name] = b = loaders.changed(a, 7, 0.4)
+        b = loaders.changed(a, {Operation.SET: 7, Operation.ADD: 17, Operation.XOR: 27}[operation], 0.4)
         self.path.apply([loaders.item(name, a, b, operation)])
+        self.weights[name] = b
         return loaders.same(loaders.state(self.model), loaders.state(self.dense(self.weights)))
 
 
@@ -149,11 +150,29 @@ def claims_more(model, weights):
 
 def beside_refused(model, weights):
     for n, w in weights:
-        if n == "a":
+        if n == "b":
             model.p.data.copy_(w)
         else:
             model.p.data.neg_()
     return {"p"}
+
+
+def alone_elsewhere(model, weights):
+    every = dict(weights)
+    loaded = set()
+    if "a" in every:
+        (model.p if "b" in every else model.f).data.copy_(every["a"])
+        loaded.add("p" if "b" in every else "f")
+    if "b" in every:
+        model.big.data[:8].copy_(every["b"])
+        loaded.add("big")
+    return loaded
+
+
+def by_order(model, weights):
+    for i, (_, w) in enumerate(weights):
+        model.big.data[4 * i :][:4].copy_(w[:4])
+    return {"big"}
 
 
 def expert_elsewhere(model, weights):
@@ -201,6 +220,8 @@ COMPANY = [
     (pad_clears_all, "R R"),
     (claims_more, "R R"),
     (beside_refused, "R R"),
+    (alone_elsewhere, "R P"),
+    (by_order, "R R"),
     (expert_elsewhere, "P S"),
     (tied_name_fails_alone, "P S"),
     (both_from_one_resident, "R R"),

@@ -238,26 +238,65 @@ def test_writes_are_executed_and_undone_where_a_loader_insists_on_them():
     assert torch.equal(loaders.raw(model.p), loaders.raw(b))
 
 
-def test_a_loader_that_writes_through_an_address_is_refused_and_undone():
+@pytest.mark.parametrize("insists", [False, True], ids=["withheld", "executed"])
+def test_a_loader_that_writes_through_an_address_is_refused_and_undone(insists):
+    model = loaders.Model()
+
+    def load(weights):
+        for _, w in weights:
+            if w.is_meta:
+                raise ValueError("meta")
+            model.p.data.copy_(w)
+            if insists and not any(ctypes.string_at(model.p.data_ptr(), 96)):
+                raise ValueError("nothing was written")
+            ctypes.memset(model.p.data_ptr(), 7, 96)
+        return {"p"}
+
+    before = loaders.state(model)
+    learned = LoaderPath(model, load, [loaders.SPEC]).prewarm()
+    assert learned.classes == {"w": LoaderClass.REFUSED}
+    assert "past the watch" in learned.reasons["w"]
+    assert loaders.same(loaders.state(model), before)
+
+
+def test_a_write_through_an_address_without_values_is_noticed():
     model = loaders.Model()
 
     def load(weights):
         for _, w in weights:
             model.p.data.copy_(w)
-            ctypes.memset(model.p.data_ptr(), w.flatten().view(torch.uint8).data_ptr() and 7, 96)
+            ctypes.memset(model.p.data_ptr(), 7, 96)
         return {"p"}
 
-    def without_values(weights):
-        for n, w in weights:
-            if w.is_meta:
-                raise ValueError("meta")
-            load([(n, w)])
-        return {"p"}
+    with pytest.raises(PartialWriteError, match="restore"):
+        LoaderPath(model, load, [loaders.SPEC]).prewarm()
 
-    before = loaders.state(model)
-    learned = LoaderPath(model, without_values, [loaders.SPEC]).prewarm()
-    assert learned.classes == {"w": LoaderClass.REFUSED}
-    assert loaders.same(loaders.state(model), before)
+
+def test_narrowing_nan_gives_the_bits_of_a_dense_load():
+    """Which NaN a cast to bfloat16 yields depends on the strides of its target, on some processors."""
+    spec = TensorSpec("w", loaders.SHAPE, torch.float32)
+
+    def dense(w):
+        model = loaders.Model()
+        with torch.no_grad():
+            place(model, [("w", w)])
+        return model
+
+    def place(model, weights):
+        for _, w in weights:
+            model.p.data.copy_(w)
+            model.q.data.t().copy_(w)
+            model.r.data[::2].copy_(w[:4, :3])
+        return {"p", "q", "r"}
+
+    nan = torch.full(loaders.SHAPE, -1, dtype=torch.int32).view(torch.float32)
+    a = torch.where(torch.arange(48).view(8, 6) % 3 == 0, nan, torch.ones(loaders.SHAPE))
+    b = torch.where(torch.arange(48).view(8, 6) % 2 == 0, nan, torch.zeros(loaders.SHAPE))
+    model = dense(a)
+    path = LoaderPath(model, lambda ws: place(model, ws), [spec])
+    assert path.prewarm().classes == {"w": LoaderClass.TRANSFORMING}
+    path.apply([loaders.item("w", a, b, Operation.SET)])
+    assert loaders.same(loaders.state(model), loaders.state(dense(b)))
 
 
 def test_two_owners_items_of_one_tensor():

@@ -19,11 +19,12 @@ from dcr.protocol.messages import (
     Prepared,
     Serving,
 )
-from dcr.protocol.record import CommitRecord
 from dcr.protocol.step import Step
 
 if TYPE_CHECKING:
     from deployment import Deployment
+
+    from dcr.protocol.record import CommitRecord
 
 
 class DeployedEngine:
@@ -59,7 +60,14 @@ class DeployedEngine:
 
     def join(self) -> Join:
         return Join(
-            self.name, self.incarnation, CONTROL_VERSION, 0, ("add", "xor"), self.receiver.state, set_only=(), refused={}
+            self.name,
+            self.incarnation,
+            CONTROL_VERSION,
+            0,
+            ("add", "xor"),
+            self.receiver.state,
+            set_only=(),
+            refused={},
         )
 
     # ------------------------------------------------------------ effects
@@ -185,7 +193,9 @@ class DeployedEngine:
         try:
             effects = call()
         except RefusedError:
-            assert before == (self.receiver.state, self.storage, self.receiver.fence), "a refused input changed something"
+            assert before == (self.receiver.state, self.storage, self.receiver.fence), (
+                "a refused input changed something"
+            )
             return
         self.run(effects)
 
@@ -200,9 +210,7 @@ class DeployedEngine:
             self._may_refuse(lambda: self.receiver.manifest(item))
         else:
             self.fed = item
-            self._may_refuse(
-                lambda: self.receiver.payload(item.identity, item.base, item.digest, len(item.entries))
-            )
+            self._may_refuse(lambda: self.receiver.payload(item.identity, item.base, item.digest, len(item.entries)))
         return True
 
     def write_step(self, *, fail: bool = False) -> bool:

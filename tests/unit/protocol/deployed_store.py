@@ -51,7 +51,9 @@ class Store:
         assert new.version in (old.version, old.version + 1), "MonotoneRecord: version"
         assert new.epoch in (old.epoch, old.epoch + 1), "MonotoneRecord: epoch"
         assert new.fencing_token >= old.fencing_token, "MonotoneRecord: fencing token"
-        assert new.leader == old.leader or new.fencing_token == old.fencing_token + 1, "only a take-over changes leaders"
+        assert new.leader == old.leader or new.fencing_token == old.fencing_token + 1, (
+            "only a take-over changes leaders"
+        )
         if new.open is not None and not new.open.stopped:
             assert len(new.members) >= self.members_min, "an attempt was opened with fewer than members_min"
         if new.version == old.version:

@@ -18,11 +18,12 @@ from dcr.protocol.messages import (
     OwnerJoin,
     Sealed,
 )
-from dcr.protocol.record import CommitRecord
 from dcr.protocol.step import Step
 
 if TYPE_CHECKING:
     from deployment import Deployment
+
+    from dcr.protocol.record import CommitRecord
 
 
 class DeployedOwner:
@@ -85,7 +86,7 @@ class DeployedOwner:
                 self._outcome(order)
 
     def _outcome(self, o: Outcome) -> None:
-        if not self.pushing or o.push not in (0, self.pushes):
+        if not self.pushing or (o.incarnation, o.push) != (self.incarnation, self.pushes):
             return
         self.pushing = False
         self.d.outcomes.append(o)

@@ -6,7 +6,7 @@ What is checked does not ask the roles: it looks at concrete cells, at K as it w
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cells import MODULUS, RECORD_ID, content_digest
 from deployed_engine import DeployedEngine
@@ -16,9 +16,11 @@ from deployed_trainer import DeployedOwner
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
 from dcr.protocol.identity import Manifest
-from dcr.protocol.messages import Outcome
 from dcr.protocol.record import CommitRecord
 from dcr.protocol.step import Step
+
+if TYPE_CHECKING:
+    from dcr.protocol.messages import Outcome
 
 T = TypeVar("T")
 CELLS = 6

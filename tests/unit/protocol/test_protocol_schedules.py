@@ -3,7 +3,7 @@
 import pytest
 from deployment import run_schedule
 
-BATCH = 120
+BATCH = 250
 
 
 @pytest.mark.parametrize("batch", range(12))

@@ -1,0 +1,72 @@
+"""The owners that a coordinator waits for: who sits where, with what baseline, and which push waits."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dcr.protocol.messages import OwnerJoin
+from dcr.protocol.record import OwnerRef
+from dcr.protocol.session import digest_sum
+
+
+@dataclass
+class Seat:
+    """One owner, as its last report left it."""
+
+    incarnation: int = 0
+    connected: bool = False
+    baseline_digest: str = ""
+    ready: int = 0
+    """The push that waits for its outcome; 0 if none does."""
+    done: int = 0
+    """The last push that got its outcome."""
+
+    def take(self, report: OwnerJoin) -> bool:
+        """Seat this incarnation; True if it is another than sat here before."""
+        restarted = self.incarnation not in (0, report.incarnation)
+        self.incarnation = report.incarnation
+        self.connected = True
+        self.baseline_digest = report.baseline_digest
+        if restarted:
+            self.ready = self.done = 0
+        return restarted
+
+
+class Seats:
+    """One seat for each owner's name."""
+
+    def __init__(self, owners: Iterable[str]) -> None:
+        self._seats = {name: Seat() for name in sorted(owners)}
+
+    def __iter__(self) -> Iterator[tuple[str, Seat]]:
+        return iter(self._seats.items())
+
+    def __getitem__(self, owner: str) -> Seat:
+        return self._seats[owner]
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self._seats
+
+    @property
+    def names(self) -> set[str]:
+        """Every owner's name."""
+        return set(self._seats)
+
+    @property
+    def missing(self) -> list[str]:
+        """Owners without a connection."""
+        return [name for name, seat in self if not seat.connected]
+
+    @property
+    def ready(self) -> bool:
+        """True when every owner has offered a candidate."""
+        return all(seat.ready for _, seat in self)
+
+    @property
+    def refs(self) -> tuple[OwnerRef, ...]:
+        """Every owner as its present incarnation."""
+        return tuple(OwnerRef(name, seat.incarnation) for name, seat in self)
+
+    @property
+    def baseline_total(self) -> str:
+        """Content digest of the whole baseline; empty if an owner has none."""
+        return digest_sum([seat.baseline_digest for _, seat in self])

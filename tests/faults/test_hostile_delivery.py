@@ -1,0 +1,241 @@
+"""A delivery store that spoils what it holds, and strangers at the coordinator's port: named, and never applied."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dcr import PushError
+from dcr.protocol.messages import Join, StorageState, encode_message
+from dcr.protocol.step import Step
+from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
+from dcr.runtime.node_agent import LEADER
+from tests.faults.thread_fleet import Fleet, flip, rewrite
+
+
+@pytest.fixture
+def fleet(tmp_path: Path):
+    f = Fleet(tmp_path)
+    yield f
+    f.close()
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-7]
+
+
+def extend(data: bytes) -> bytes:
+    return data + b"\0"
+
+
+def empty(_: bytes) -> bytes:
+    return b""
+
+
+def on_payload(position: int, change: Callable[[bytes], bytes]) -> Callable[[Fleet, int], None]:
+    return lambda fleet, epoch: rewrite(fleet.objects(epoch)[position], change)
+
+
+def on_manifest(change: Callable[[bytes], bytes]) -> Callable[[Fleet, int], None]:
+    def act(fleet: Fleet, epoch: int) -> None:
+        fleet.objects(epoch)
+        rewrite(fleet.manifest(epoch), change)
+
+    return act
+
+
+def lose_payload(fleet: Fleet, epoch: int) -> None:
+    fleet.objects(epoch)[1].unlink()
+
+
+def swap_payloads(fleet: Fleet, epoch: int) -> None:
+    one, other = fleet.objects(epoch)[:2]
+    first, second = one.read_bytes(), other.read_bytes()
+    rewrite(one, lambda _: second)
+    rewrite(other, lambda _: first)
+
+
+def earlier_epoch(fleet: Fleet, epoch: int) -> None:
+    """An intact payload of this owner, from the transition before, under a key of this one."""
+    old = fleet.objects(epoch - 1)[0].read_bytes()
+    rewrite(fleet.objects(epoch)[0], lambda _: old)
+
+
+def huge(fleet: Fleet, epoch: int) -> None:
+    """A sparse object of half a gigabyte."""
+    path = fleet.objects(epoch)[0]
+    path.chmod(0o600)
+    os.truncate(path, 512 << 20)
+
+
+FAULTS = {
+    "a bit of the first payload": (on_payload(0, flip), "does not match its own digest"),
+    "a bit of the last payload": (on_payload(-1, flip), "does not match its own digest"),
+    "a payload cut short": (on_payload(1, cut), "cut short or extended"),
+    "a payload extended": (on_payload(1, extend), "cut short or extended"),
+    "an empty payload": (on_payload(1, empty), "the preamble alone has"),
+    "a listed payload lost": (lose_payload, "payload 1 of rank-0 is listed but did not come in 0.5 s"),
+    "payloads under each other's key": (swap_payloads, "bytes fetched for .*sequence=0.* are payload .*sequence=1"),
+    "a payload of an earlier epoch": (earlier_epoch, "bytes fetched for .*epoch=2.* are payload .*epoch=1"),
+    "a huge payload": (huge, "536870912 bytes, more than the 268435456 allowed"),
+    "a bit of the manifest": (on_manifest(flip), "no manifest|is not the one that its owner's manifest lists"),
+    "a manifest cut short": (on_manifest(cut), "no manifest that this version of dcr can read"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_spoilt_object_fails_the_attempt_by_name_and_the_retry_commits(fleet: Fleet, fault: str) -> None:
+    spoil, named = FAULTS[fault]
+    e = fleet.engine("a")
+    fleet.check(e)
+    fleet.step()
+    fleet.push()
+    fleet.check(e)
+    fleet.step()
+    fleet.once("OpenApply", lambda step: spoil(fleet, step.epoch))
+    report = fleet.push()
+    assert (report.kind, report.attempts) == ("absolute", 2)
+    assert re.search(named, report.failures[0]), report.failures
+    fleet.check(e)
+
+
+def test_a_lost_manifest_ends_by_name_and_a_second_push_commits(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, {"ack_timeout_s": 1.0, "members_timeout_s": 1.0})
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        fleet.step()
+
+        def lose(step: Step) -> None:
+            fleet.objects(step.epoch)
+            fleet.manifest(step.epoch).unlink()
+
+        fleet.once("OpenApply", lose)
+        with pytest.raises(PushError, match=r"time-out: a did not acknowledge epoch"):
+            fleet.refit.push()
+        assert e.node.version is None  # everything is written, and nothing of it is committed
+        assert fleet.push().kind == "absolute"
+        fleet.check(e)
+    finally:
+        fleet.close()
+
+
+def test_a_restore_from_spoilt_objects_is_tried_again(fleet: Fleet) -> None:
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.step()
+    fleet.push()
+    fleet.check(a)
+    fleet.once("OpenApply", lambda step: rewrite(fleet.objects(step.epoch)[0], flip))
+    late = fleet.engine("late")  # loads version 0
+    fleet.check(late)
+    assert [s.action for s in fleet.steps].count("OpenRestore") == 2
+    fleet.check(a)
+
+
+# ---------------------------------------------------------------- strangers
+
+
+def test_strangers_at_the_coordinators_port_do_not_disturb_a_push(fleet: Fleet) -> None:
+    e = fleet.engine("a")
+    fleet.check(e)
+    fleet.step()
+    address = fleet.refit._control.lookup("default", *LEADER)
+    assert address is not None
+    host, _, port = address.decode().rpartition(":")
+
+    def intrude(_: Step) -> None:
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b""):
+            with socket.create_connection((host, int(port)), 5) as s:
+                s.sendall(noise)
+        stranger = Spoke(b"w" * 32, Peer("node", "a", 1 << 62), lambda _: None, resolve=address.decode)
+        with pytest.raises(ChannelTimeoutError, match=r"authenticating|refused"):
+            stranger.wait_connected(0.5)
+        stranger.close()
+
+    fleet.once("OpenApply", intrude)
+    report = fleet.push()
+    assert (report.kind, report.attempts, report.failures) == ("relative", 1, ())
+    fleet.check(e)
+
+
+def test_a_peer_of_the_run_cannot_speak_for_another(fleet: Fleet) -> None:
+    e = fleet.engine("a")
+    fleet.check(e)
+    control = fleet.refit._control
+    secret = Path(fleet.folder / "record.db.secret").read_bytes()
+    address = control.lookup("default", *LEADER)
+    assert address is not None
+    mallory = Spoke(secret, Peer("node", "m", 1), lambda _: None, resolve=address.decode)
+    mallory.wait_connected(5)
+    mallory.send(b"\xc1 not a report")
+    mallory.send(encode_message(Join("a", 1 << 62, 0, 0, ("add",), StorageState(None, "", ()), (), {})))
+    fleet.step()
+    report = fleet.push()
+    assert (report.kind, report.members) == ("relative", ("a",))
+    fleet.check(e)
+    mallory.close()
+
+
+# ---------------------------------------------------------------- a full disk
+
+_FULL = """
+import json, os, sys
+from pathlib import Path
+from dcr import PushError
+from tests.faults.thread_fleet import Fleet
+folder, small = map(Path, sys.argv[1:])
+fleet = Fleet(folder, {"attempts_max": 2, "bucket_bytes": 4000}, payloads=small / "payloads")
+e = fleet.engine("a")
+fleet.check(e)
+ballast = small / "ballast"
+try:
+    with ballast.open("wb", buffering=0) as f:
+        while True:
+            f.write(bytes(1024))
+except OSError:
+    pass
+os.truncate(ballast, ballast.stat().st_size - 12288)  # room for the first payloads
+fleet.step(rate=0.5)
+try:
+    fleet.refit.push()
+    error = ""
+except PushError as exc:
+    error = str(exc)
+torn = e.node.version is None
+ballast.unlink()
+report = fleet.push()
+fleet.check(e)
+fleet.close()
+print(json.dumps({"error": error, "torn": torn}))
+"""
+
+
+def _can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    command = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _can_mount(), reason="this user may not mount a small file system of its own")
+def test_a_full_disk_is_named_and_the_push_succeeds_once_there_is_room(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    script = f'mount -t tmpfs -o size=256k tmpfs "{small}" && exec "$0" -c "$1" "$2" "$3"'
+    run = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, sys.executable, _FULL, str(tmp_path), str(small)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(Path.cwd())}, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = json.loads(run.stdout.splitlines()[-1])
+    assert "the transition stopped" in said["error"]
+    assert "No space left on device; free some space or raise the quota" in said["error"]
+    assert said["torn"]  # so it was closed to requests until it was restored

@@ -1,0 +1,167 @@
+"""One of two training ranks is killed in the middle of its emission: a named end, and nothing torn in service."""
+
+import multiprocessing as mp
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from dcr import PushError, RolloutNode, TrainerRefit
+from dcr.control_plane.address import open_control_plane
+from dcr.delivery.folder import FolderDelivery
+from dcr.protocol.record import CommitRecord, decode_record
+from dcr.rollout.torch.engine import TorchEngine
+from tests.faults.models import Policy, Served, dense, stored_bits
+from tests.faults.thread_fleet import SETTINGS, WAIT_S
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "dcr.trainer.torch.refit", "tests.faults.models"])
+
+
+class Rank:
+    """A training rank in a process of its own."""
+
+    def __init__(self, rank: int, folder: Path, addresses: dict[str, Any]) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_train, args=(rank, folder, addresses, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, *command: Any) -> None:
+        self._pipe.send(command)
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(60):
+            raise TimeoutError("a training rank did not answer in 60 s")
+        return self._pipe.recv()
+
+
+def _train(rank, folder, addresses, pipe) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", world_size=2, rank=rank)
+    policy = Policy()
+    refit = TrainerRefit(policy, **addresses)
+    put = FolderDelivery.put
+    owned = {name for (name, _), owner in refit.source.ownership.owner.items() if owner == rank}
+    pipe.send(owned)
+    while True:
+        command, *args = pipe.recv()
+        if command == "kill at payload":
+            (sequence,) = args
+
+            def dying_put(self, key, data, sequence=sequence) -> None:
+                if key.endswith(f"{sequence:020d}.payload"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                put(self, key, data)
+
+            FolderDelivery.put = dying_put  # type: ignore[method-assign]
+        elif command == "step":
+            step(policy, *args)
+        elif command == "push":
+            try:
+                report = refit.push()
+                pipe.send((report.version, report.kind))
+            except PushError as e:
+                pipe.send(str(e))
+
+
+def step(policy: Policy, seed: int, names: set[str]) -> None:
+    """The same step on every rank, in these tensors only."""
+    kept = {n: t.clone() for n, t in policy.state_dict().items() if n not in names}
+    policy.step(seed)
+    policy.load_state_dict(kept, strict=False)
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.addresses: dict[str, Any] = {
+            "control": f"sqlite://{folder}/record.db",
+            "delivery": f"file://{folder}/payloads",
+            "settings": {**SETTINGS, "owners_timeout_s": 3.0},
+        }
+        self.policy = Policy()
+        checkpoint = folder / "v0"
+        checkpoint.mkdir()
+        save_file(dict(self.policy.state_dict()), checkpoint / "model.safetensors")
+        self.ranks = [Rank(r, folder, self.addresses) for r in (0, 1)]
+        self.model = Served()
+        self.model.load_weights(self.policy.state_dict().items())
+        self.node = RolloutNode(TorchEngine(self.model, name="a", checkpoint=checkpoint), **self.addresses)
+        self.owned = [r.answer() for r in self.ranks]
+
+    def step(self, seed: int, names: set[str]) -> None:
+        step(self.policy, seed, names)
+        for r in self.ranks:
+            r.send("step", seed, names)
+
+    def push(self) -> None:
+        for r in self.ranks:
+            r.send("push")
+
+    def check(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        assert self.node.wait_serving(version, WAIT_S) == version
+        assert stored_bits(self.model) == dense(weights)
+
+    def record(self) -> CommitRecord:
+        control = open_control_plane(self.addresses["control"])
+        stored = control.read("default")
+        control.close()
+        assert stored is not None
+        return decode_record(stored.body)
+
+    def close(self) -> None:
+        self.node.close()
+        for r in self.ranks:
+            r.process.kill()
+            r.process.join(30)
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    r = Run(tmp_path)
+    yield r
+    r.close()
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_owner_killed_in_the_middle_of_its_emission(run: Run, torn: bool) -> None:
+    everything = run.owned[0] | run.owned[1]
+    assert run.owned[0]
+    assert run.owned[1]
+    run.check(0, run.policy.state_dict())
+    run.step(1, everything)
+    run.push()
+    assert [r.answer() for r in run.ranks] == [(1, "relative")] * 2
+    committed = {n: t.clone() for n, t in run.policy.state_dict().items()}
+    run.check(1, committed)
+
+    # Torn: both ranks emit, and the second dies after its first payload.  Not torn: it alone has something to emit,
+    # and dies before its first payload is delivered.
+    run.ranks[1].send("kill at payload", 1 if torn else 0)
+    run.step(2, everything if torn else run.owned[1])
+    run.push()
+    error = run.ranks[0].answer()
+    assert "owner rank-1 was lost" in error
+    assert "time-out: waited for owners rank-1" in error
+    run.ranks[1].process.join(10)
+    assert run.ranks[1].process.exitcode == -signal.SIGKILL
+    assert run.record().version == 1
+
+    if torn:
+        assert run.node.version is None
+        # The trainer starts again, on one rank, from the committed weights: the engine is restored.
+        run.ranks[0].process.kill()
+        run.ranks[0].process.join(10)
+        run.policy.load_state_dict(committed)
+        with TrainerRefit(run.policy, **run.addresses) as refit:
+            run.check(1, committed)
+            run.policy.step(3)
+            assert refit.push().kind == "relative"
+            run.check(2, run.policy.state_dict())
+    else:
+        run.check(1, committed)  # it goes on serving, with nobody to push to it

@@ -1,0 +1,132 @@
+"""A coordinator alone, and what its peers would say to it."""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcr.protocol.coordinator import Coordinator
+from dcr.protocol.coordinator_effects import Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
+from dcr.protocol.identity import manifest_root
+from dcr.protocol.messages import (
+    Acknowledged,
+    AttemptFailed,
+    CandidateReady,
+    Folded,
+    Join,
+    OwnerJoin,
+    Prepared,
+    Sealed,
+    StorageState,
+)
+
+if TYPE_CHECKING:
+    from dcr.protocol.record import CommitRecord
+
+D0, D1, D2 = (f"{n:032x}" for n in (10, 11, 12))
+V0 = StorageState(0, D0, ())
+TORN = StorageState(0, D0, ("v1-c1-1",))
+
+
+class Leader:
+    """A coordinator with a control plane that answers at once; what it sends is kept until taken."""
+
+    def __init__(self, owners: tuple[str, ...] = ("o",), **settings: int) -> None:
+        self.c = Coordinator("policy", "c1", owners, wire_version=0, **{"attempts_max": 3, **settings})
+        self.revision: int | None = None
+        self.record: CommitRecord | None = None
+        self.sent: list = []
+        self.reasons: list[str] = []
+        self.timer = 0
+        self.fatal = ""
+        self.hold_writes = False
+        self.held: list[WriteRecord] = []
+
+    def do(self, effects: list) -> None:
+        for e in effects:
+            match e:
+                case ReadRecord():
+                    self.do(self.c.record_read(self.revision, self.record, ""))
+                case WriteRecord():
+                    self.reasons.append(e.reason)
+                    self.held.append(e)
+                    if not self.hold_writes:
+                        self.write()
+                case SendMember() | SendOwner():
+                    self.sent.append(e.order)
+                case StartTimer():
+                    self.timer = e.number
+                case Fatal():
+                    self.fatal = e.reason
+
+    def write(self) -> None:
+        w = self.held.pop()
+        assert w.expected_revision == self.revision
+        self.record, self.revision = w.record, (self.revision or 0) + 1
+        self.do(self.c.written(w.operation_id, self.revision))
+
+    def owner(self, report: object) -> None:
+        self.do(self.c.owner_report(report))
+
+    def member(self, report: object) -> None:
+        self.do(self.c.member_report(report))
+
+    def take(self) -> list:
+        taken, self.sent = self.sent, []
+        return taken
+
+    @property
+    def epoch(self) -> int:
+        assert self.record is not None
+        return self.record.epoch
+
+    # what peers say
+
+    def owner_joins(self, incarnation: int = 1, baseline: str = D0) -> None:
+        self.owner(OwnerJoin("o", incarnation, 0, baseline))
+
+    def joins(self, engine: str, state: StorageState = V0, incarnation: int = 1, **changes: object) -> None:
+        join = Join(engine, incarnation, 0, 0, ("xor", "add"), state, (), {})
+        self.member(msgspec.structs.replace(join, **changes))
+
+    def push(self, number: int = 1) -> None:
+        self.owner(CandidateReady("o", 1, number))
+
+    def prepared(self, engine: str, state: StorageState = V0) -> None:
+        self.member(Prepared(engine, 1, self.epoch, state))
+
+    def seals(self, content: str = D1, incarnation: int = 1) -> None:
+        self.owner(Sealed("o", incarnation, self.epoch, "digest", content, 1, 8, 1, 3, {}))
+
+    def acknowledged(self, engine: str, root: str = manifest_root({"o": "digest"})) -> None:
+        self.member(Acknowledged(engine, 1, self.epoch, root, {}))
+
+    def fails(self, engine: str, state: StorageState = TORN) -> None:
+        self.member(AttemptFailed(engine, 1, self.epoch, "the loader raised", state))
+
+    def folded(self) -> None:
+        self.owner(Folded("o", 1, self.epoch, D1, "", {}))
+
+
+def leading(*engines: str, **settings: int) -> Leader:
+    at = Leader(**settings)
+    at.owner_joins()
+    for e in engines:
+        at.joins(e)
+    at.take()
+    return at
+
+
+def attempting(*engines: str, **settings: int) -> Leader:
+    at = leading(*engines, **settings)
+    at.push()
+    return at
+
+
+def committed(*engines: str) -> Leader:
+    at = attempting(*engines)
+    for e in engines:
+        at.prepared(e)
+    at.seals()
+    for e in engines:
+        at.acknowledged(e)
+    return at
