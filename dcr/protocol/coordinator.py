@@ -183,10 +183,10 @@ class Coordinator(Leader):
 
     def _joined(self, report: Join) -> list[Effect]:
         old = self.fleet.engines.get(report.engine)
+        e = self.fleet.join(report)  # first, so that no attempt is opened with the incarnation that died
         effects: list[Effect] = []
         if old is not None and old.join.incarnation != report.incarnation:
             effects += self._out_of_session(old.member, "restarted")
-        e = self.fleet.join(report)
         return [*effects, *self._tell_refused([e]), *self._proceed()]
 
     def _tell_refused(self, engines: Iterable[Engine]) -> list[Effect]:

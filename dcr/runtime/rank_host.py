@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 
+from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.header import DEFAULT_LIMITS, Limits
 from dcr.data_plane.item import Item, TensorSpec
 from dcr.data_plane.loader_path import LoaderPath
 from dcr.data_plane.payload import decode_payload, payload_digest
 from dcr.data_plane.prewarm import LoaderClass
 from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
-from dcr.protocol.identity import PayloadIdentity, decode_manifest
+from dcr.protocol.identity import Manifest, PayloadIdentity, decode_manifest
 from dcr.protocol.messages import OpenApply, Prepare, StorageState
 from dcr.protocol.receiver import UNKNOWN, BeginWrite, Effect, Receiver, Synchronise
 from dcr.protocol.step import Step
@@ -93,7 +94,7 @@ class RankHost:
             case Payload():
                 return self._payload(receiver, request)
             case SealedManifest():
-                manifest = decode_manifest(request.data)
+                manifest = _checked_manifest(request.data)
                 if (manifest.owner, manifest.epoch) != (request.owner, request.epoch):
                     raise CorruptPayloadError(
                         f"manifest fetched for {request.owner}, epoch {request.epoch}, is of {manifest.owner}, epoch "
@@ -181,3 +182,12 @@ class RankHost:
         if epoch != self._seconds_epoch:
             self._seconds_epoch, self._seconds = epoch, {}
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
+
+
+def _checked_manifest(data: bytes) -> Manifest:
+    manifest = decode_manifest(data)
+    try:
+        ContentDigest.from_hex(manifest.content_digest)
+    except ValueError as e:
+        raise CorruptPayloadError(f"manifest of {manifest.owner}: {e}") from e
+    return manifest

@@ -8,6 +8,7 @@ import dcr.protocol
 from dcr.protocol.record import CommitRecord, Committed, OpenTransition
 
 SOURCES = Path(dcr.protocol.__file__).parent
+ROLES = {"leader": "coordinator"}
 DOCUMENT = Path(__file__).parents[3] / "docs" / "protocol.md"
 ROW = re.compile(
     r"^\| `(\w+)` \| (coordinator|owner|node|receiver) \| .+ \| ((?:D\d+(?:, )?)+) \| .+ \|$", re.MULTILINE
@@ -26,7 +27,7 @@ def emitted() -> set[tuple[str, str]]:
                 continue
             action = call.args[1]
             if isinstance(action, ast.Constant):
-                found.add((action.value, path.stem))
+                found.add((action.value, ROLES.get(path.stem, path.stem)))
             else:
                 assert ast.unparse(action) == "w.reason", f"{path.name}: a step without a plain name"
     return found

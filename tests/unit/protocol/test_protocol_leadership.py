@@ -5,6 +5,7 @@ from leader import D0, Leader, attempting, leading
 
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.coordinator_effects import ReadRecord, WriteRecord
+from dcr.protocol.leader import REWRITES_MAX
 from dcr.protocol.messages import (
     OwnerJoin,
 )
@@ -35,7 +36,8 @@ def test_the_old_revision_proves_nothing_and_the_same_write_settles_it() -> None
 
 def test_an_outcome_that_stays_unknown_is_fatal_in_the_end() -> None:
     at, w = held_open()
-    for _ in range(4):
+    for _ in range(REWRITES_MAX + 1):
+        assert not at.fatal
         at.c.unknown(w.operation_id)
         at.do(at.c.record_read(at.revision, at.record, "before"))
     assert "again and again" in at.fatal

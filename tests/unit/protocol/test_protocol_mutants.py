@@ -107,14 +107,14 @@ MUTANTS = [
         "a delta against a baseline that is not the committed one",
         Coordinator,
         "_baseline_held",
-        "== self.record.baseline_id",
+        "== self._k.baseline_id",
         '!= ""',
     ),
     Mutant(
         "a candidate goes on after its owner restarted",
         Coordinator,
         "_candidate_lost",
-        "any(self._owners[o.owner].incarnation != o.incarnation for o in tr.owners)",
+        "any(o not in self._seats.refs for o in tr.owners)",
         "False",
     ),
     Mutant(

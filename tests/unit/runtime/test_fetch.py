@@ -1,0 +1,202 @@
+"""Fetching an attempt out of a real folder; the rank is a list of what it was given, and of what it says."""
+
+import pytest
+
+from dcr.delivery.folder import FolderDelivery
+from dcr.delivery.interface import manifest_key, payload_key
+from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, encode_manifest
+from dcr.protocol.messages import Prepare, StorageState
+from dcr.protocol.record import OwnerRef
+from dcr.runtime.fetch import Fetch
+from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliverable
+
+STATE = StorageState(0, "", ())
+OWNERS = (OwnerRef("rank-0", 7), OwnerRef("rank-1", 8))
+ORDER = Prepare("r", 3, 1, Base(Kind.RELATIVE, 0, "", "c"), OWNERS)
+
+
+def identity(owner, sequence):
+    return PayloadIdentity("r", 1, 3, owner.owner, owner.incarnation, sequence)
+
+
+def manifest(owner, count):
+    lines = tuple(SealedPayload(n, "", 0, 0) for n in range(count))
+    return Manifest("r", 1, 3, owner.owner, owner.incarnation, ORDER.base, lines, "", 0, 0)
+
+
+class Rank:
+    """Takes everything, unless told how to answer."""
+
+    def __init__(self):
+        self.got = []
+        self.answers = {}
+
+    def __call__(self, request):
+        match request:
+            case Payload():
+                what = (request.identity.owner, request.identity.sequence)
+            case SealedManifest():
+                what = (request.owner, "manifest")
+            case Undeliverable():
+                what = ("undeliverable", request.reason)
+        self.got.append(what)
+        said = self.answers.get(what, [])
+        return said.pop(0) if said else Answer((), STATE)
+
+
+class Setting:
+    def __init__(self, folder, timeout_s=0.05):
+        self.store = FolderDelivery(folder / "p")
+        self.rank = Rank()
+        self.fetch = Fetch(ORDER, self.store, self.rank, payload_bytes_max=1000, timeout_s=timeout_s)
+
+    def put(self, owner, sequence, data=b"x"):
+        self.store.put(payload_key(identity(owner, sequence)), data)
+
+    def seal(self, owner, count, data=None):
+        key = manifest_key("r", 1, 3, owner.owner, owner.incarnation)
+        self.store.put(key, encode_manifest(manifest(owner, count)) if data is None else data)
+
+    def run(self):
+        for _ in range(10_000):
+            if self.fetch.done:
+                return self.rank.got
+            self.fetch.step()
+        raise AssertionError("it never ended")
+
+    @property
+    def failures(self):
+        return [why for what, why in self.rank.got if what == "undeliverable"]
+
+
+@pytest.fixture
+def at(tmp_path):
+    return Setting(tmp_path)
+
+
+def test_payloads_are_handed_over_as_they_come_into_sight(at):
+    a, b = OWNERS
+    assert at.fetch.step() == []
+    at.put(a, 1)  # not the next one
+    assert at.fetch.step() == []
+    at.put(a, 0)
+    at.fetch.step()
+    assert at.rank.got == [("rank-0", 0)]
+    at.put(b, 0)
+    at.fetch.step()
+    assert at.rank.got[1:] == [("rank-0", 1), ("rank-1", 0)]
+    assert not at.fetch.done
+    at.seal(b, 1)
+    at.fetch.step()
+    assert not at.fetch.done
+    at.seal(a, 2)
+    at.fetch.step()
+    assert at.rank.got[3:] == [("rank-1", "manifest"), ("rank-0", "manifest")]
+    assert at.fetch.done
+    assert at.failures == []
+
+
+def test_a_manifest_without_payloads_is_all_there_is(at):
+    for owner in OWNERS:
+        at.seal(owner, 0)
+    assert at.run() == [("rank-0", "manifest"), ("rank-1", "manifest")]
+
+
+def test_a_payload_that_is_listed_and_stays_away_is_undeliverable(at):
+    a, b = OWNERS
+    at.put(a, 0)
+    at.seal(a, 2)
+    at.seal(b, 0)
+    at.run()
+    assert at.failures == ["payload 1 of rank-0 is listed but did not come in 0.05 s"]
+
+
+def test_a_payload_that_comes_after_the_manifest_is_in_time(tmp_path):
+    at = Setting(tmp_path, timeout_s=60)
+    a, b = OWNERS
+    at.seal(a, 1)
+    at.seal(b, 0)
+    for _ in range(5):
+        at.fetch.step()
+    assert not at.fetch.done
+    at.put(a, 0)
+    assert at.run()[-1] == ("rank-0", 0)
+    assert at.failures == []
+
+
+def test_bytes_that_the_rank_finds_corrupt_are_read_again_a_few_times(at):
+    a, b = OWNERS
+    at.put(a, 0)
+    at.seal(a, 1)
+    at.seal(b, 0)
+    bad = Answer((), STATE, refused="damaged on the way", corrupt=True)
+    at.rank.answers["rank-0", 0] = [bad, bad]
+    at.run()
+    assert at.rank.got.count(("rank-0", 0)) == 3
+    assert at.failures == []
+
+
+def test_bytes_that_stay_corrupt_fail_the_epoch_by_the_ranks_own_words(at):
+    a, b = OWNERS
+    at.put(a, 0)
+    at.seal(a, 1)
+    at.seal(b, 0)
+    bad = Answer((), STATE, refused="damaged on the way", corrupt=True)
+    at.rank.answers["rank-0", 0] = [bad] * 9
+    at.run()
+    assert at.rank.got.count(("rank-0", 0)) == 3
+    assert at.failures == ["damaged on the way"]
+
+
+def test_what_is_refused_for_good_is_not_read_again(at):
+    a, b = OWNERS
+    at.put(a, 0)
+    at.seal(b, 0)
+    at.rank.answers["rank-0", 0] = [Answer((), STATE, refused="no such tensor")]
+    at.run()
+    assert at.rank.got.count(("rank-0", 0)) == 1
+    assert at.failures == ["no such tensor"]
+
+
+def test_an_object_beyond_the_bound_is_refused_before_it_is_read(at):
+    a, b = OWNERS
+    at.put(a, 0, b"x" * 1001)
+    at.seal(b, 0)
+    at.run()
+    assert ("rank-0", 0) not in at.rank.got
+    (why,) = at.failures
+    assert why.startswith("fetching from rank-0: ")
+    assert "1001 bytes, more than the 1000 allowed" in why
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 5000, b"\x80"])
+def test_a_manifest_that_is_none_is_named(at, data):
+    a, b = OWNERS
+    at.seal(a, 0, data)
+    at.seal(b, 0)
+    at.run()
+    (why,) = at.failures
+    assert why.startswith("fetching from rank-0: ")
+    assert "no manifest that this version of dcr can read" in why
+
+
+def test_a_store_that_cannot_be_read_is_named(at):
+    a, b = OWNERS
+    at.seal(b, 0)
+    folder = at.store._root / payload_key(identity(a, 0))
+    folder.mkdir(parents=True)  # a folder where a file should be
+    at.run()
+    (why,) = at.failures
+    assert why.startswith("fetching from rank-0: ")
+
+
+def test_another_incarnations_payloads_are_never_looked_at(at):
+    a, b = OWNERS
+    old = OwnerRef(a.owner, a.incarnation - 1)
+    at.put(old, 0)
+    at.seal(old, 1)
+    at.seal(b, 0)
+    for _ in range(20):
+        at.fetch.step()
+    assert at.rank.got == [("rank-1", "manifest")]
+    assert not at.fetch.done

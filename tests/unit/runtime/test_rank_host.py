@@ -1,0 +1,495 @@
+"""A rank's host, through bytes: what it is sent wrongly is never acknowledged, and named, and changes no resident byte."""
+
+import re
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.payload import encode_payload, payload_digest
+from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, encode_manifest, manifest_root
+from dcr.protocol.messages import OpenApply, Prepare
+from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared
+from dcr.protocol.record import CommitRecord, Committed, OwnerRef
+from dcr.runtime.rank_host import RankHost
+from dcr.runtime.rank_messages import (
+    Answer,
+    Attach,
+    Learn,
+    Payload,
+    SealedManifest,
+    Undeliverable,
+    WireSpec,
+    decode_answer,
+    encode,
+)
+from tests.faults.models import BF16, Policy, Served, dense, stored_bits
+
+LOADED = "ab" * 16
+OWNERS = (OwnerRef("rank-0", 7), OwnerRef("rank-1", 8))
+EMBED = TensorSpec("embed", (64, 24), BF16)
+Q = TensorSpec("q", (24, 24), BF16)
+
+
+def bits_of(state):
+    return {n: t.view(torch.int32 if t.dtype == torch.float32 else torch.int16).flatten() for n, t in state.items()}
+
+
+@dataclass
+class Rank:
+    """A rank that holds version 0, and one candidate: the first owner changes ``embed``, the second one ``q``."""
+
+    kind: Kind = Kind.RELATIVE
+    loaded: str = LOADED
+    epoch: int = 1
+    mood: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.policy = Policy()
+        self.old = {n: t.clone() for n, t in self.policy.state_dict().items()}
+        self.model = Served()
+        self.model.load_weights(self.old.items())
+
+        def load(weights):
+            if self.mood:
+                raise ValueError(self.mood[0])
+            return self.model.load_weights(weights)
+
+        specs = tuple(WireSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.old.items())
+        self.host = RankHost(lambda s: LoaderPath(self.model, load, s), state_incarnation=3)
+        self.attach = Attach("a", "r", specs, self.loaded)
+        self.attached = self.call(self.attach).results[0]
+        for name in ("embed", "q"):
+            self.policy.state_dict()[name].view(torch.int16).flatten()[5:90] ^= 0x0101
+        self.new = {n: t.clone() for n, t in self.policy.state_dict().items()}
+        self.requests = self.emission(self.epoch, self.kind)
+
+    def call(self, request) -> Answer:
+        return decode_answer(self.host.call(encode(request)))
+
+    def base(self, kind):
+        return Base(kind, 0, LOADED, "" if kind is Kind.RESTORE else "c")
+
+    def item(self, spec, start, stop, kind):
+        indices = torch.arange(start, stop)
+        old, new = bits_of(self.old)[spec.name][start:stop], bits_of(self.new)[spec.name][start:stop]
+        if kind is Kind.RELATIVE:
+            return Item(spec, Operation.ADD, indices, new - old)
+        return Item(spec, Operation.SET, indices, new)
+
+    def payload(self, owner, sequence, items, kind=None, *, epoch=None, base=None, **identity):
+        kind = kind or self.kind
+        target = 0 if kind is Kind.RESTORE else 1
+        known = {"record_id": "r", "target": target, "epoch": epoch or self.epoch, **identity}
+        i = PayloadIdentity(owner=owner.owner, owner_incarnation=owner.incarnation, sequence=sequence, **known)
+        return Payload(i, encode_payload(i, base or self.base(kind), items))
+
+    def emission(self, epoch, kind):
+        """Three payloads and two manifests."""
+        a, b = OWNERS
+        payloads = [
+            self.payload(a, 0, [self.item(EMBED, 5, 40, kind)], kind, epoch=epoch),
+            self.payload(a, 1, [self.item(EMBED, 40, 90, kind)], kind, epoch=epoch),
+            self.payload(b, 0, [self.item(Q, 5, 90, kind)], kind, epoch=epoch),
+        ]
+        return [*payloads, self.seal(a, payloads[:2], [35, 50], kind), self.seal(b, payloads[2:], [85], kind)]
+
+    def manifest(self, owner, payloads, entries, kind=None, **changes):
+        kind = kind or self.kind
+        sealed = tuple(
+            SealedPayload(p.identity.sequence, payload_digest(p.data), n, len(p.data))
+            for p, n in zip(payloads, entries, strict=True)
+        )
+        return Manifest(
+            **{
+                "record_id": "r", "target": 0 if kind is Kind.RESTORE else 1,
+                "epoch": payloads[0].identity.epoch if payloads else self.epoch,
+                "owner": owner.owner, "owner_incarnation": owner.incarnation, "base": self.base(kind),
+                "payloads": sealed, "content_digest": "00" * 16, "changed_entries": sum(entries),
+                "owned_elements": 4000, **changes,
+            }
+        )  # fmt: skip
+
+    def seal(self, *args, **changes):
+        m = self.manifest(*args, **changes)
+        return SealedManifest(m.owner, m.epoch, encode_manifest(m))
+
+    def prepare(self, epoch=None, kind=None):
+        kind = kind or self.kind
+        order = Prepare("r", epoch or self.epoch, 0 if kind is Kind.RESTORE else 1, self.base(kind), OWNERS)
+        (result,) = self.call(order).results
+        assert isinstance(result, RankPrepared)
+
+    def open(self, epoch=None, kind=None):
+        self.prepare(epoch, kind)
+        return self.call(OpenApply("r", epoch or self.epoch))
+
+    @property
+    def bits(self):
+        return stored_bits(self.model)
+
+    def root(self):
+        digests = {m.owner: msgspec.msgpack.decode(m.data, type=Manifest).digest() for m in self.requests[3:]}
+        return manifest_root(digests)
+
+
+def acknowledged(answers):
+    return [r for a in answers for r in a.results if isinstance(r, RankAcknowledged)]
+
+
+def failed(answers):
+    return [r.reason for a in answers for r in a.results if isinstance(r, RankFailed)]
+
+
+# ---------------------------------------------------------------- refused, and nothing happened
+
+
+def other(request, **identity):
+    return msgspec.structs.replace(request, identity=msgspec.structs.replace(request.identity, **identity))
+
+
+REFUSED = {
+    "cut short": (lambda r: msgspec.structs.replace(r.requests[1], data=r.requests[1].data[:-1]), "cut short"),
+    "extended": (lambda r: msgspec.structs.replace(r.requests[1], data=r.requests[1].data + b"\0"), "extended"),
+    "empty": (lambda r: msgspec.structs.replace(r.requests[1], data=b""), "the preamble alone has"),
+    "another payload's bytes": (
+        lambda r: msgspec.structs.replace(r.requests[1], data=r.requests[0].data),
+        "sequence=0",
+    ),
+    "another owner's bytes": (lambda r: msgspec.structs.replace(r.requests[0], data=r.requests[2].data), "rank-1"),
+    "another record": (
+        lambda r: r.payload(OWNERS[0], 1, [r.item(EMBED, 40, 90, r.kind)], record_id="elsewhere"),
+        "is of record 'elsewhere'",
+    ),
+    "an epoch that is not prepared": (
+        lambda r: r.payload(OWNERS[0], 1, [r.item(EMBED, 40, 90, r.kind)], epoch=9),
+        "came before its epoch was opened",
+    ),
+    "an unknown tensor": (
+        lambda r: r.payload(
+            OWNERS[0],
+            1,
+            [Item(TensorSpec("ghost", (9,), BF16), Operation.SET, torch.arange(1), torch.zeros(1).short())],
+        ),
+        "the receiver has no tensor 'ghost'",
+    ),
+    "another shape": (
+        lambda r: r.payload(
+            OWNERS[0],
+            1,
+            [Item(TensorSpec("embed", (9,), BF16), Operation.SET, torch.arange(1), torch.zeros(1).short())],
+        ),
+        "tensor 'embed' comes as bfloat16",
+    ),
+    "a manifest of another owner": (
+        lambda r: msgspec.structs.replace(r.requests[3], owner="rank-1"),
+        "manifest fetched for rank-1, epoch 1, is of rank-0",
+    ),
+    "a manifest of another record": (
+        lambda r: r.seal(OWNERS[0], r.requests[:2], [35, 50], record_id="elsewhere"),
+        "is of record 'elsewhere'",
+    ),
+    "a manifest of an epoch that is not prepared": (
+        lambda r: r.seal(OWNERS[0], r.requests[:2], [35, 50], epoch=9),
+        "for epoch 9, which was not prepared here",
+    ),
+    "a manifest cut short": (
+        lambda r: msgspec.structs.replace(r.requests[3], data=r.requests[3].data[:-1]),
+        "no manifest that this version of dcr can read",
+    ),
+    "a manifest whose digest is none": (
+        lambda r: r.seal(OWNERS[0], r.requests[:2], [35, 50], content_digest="not a digest"),
+        "a content digest is 32 lower-case hexadecimal digits",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_changes_nothing(what):
+    make, named = REFUSED[what]
+    rank = Rank()
+    rank.open()
+    before = rank.bits
+    answer = rank.call(make(rank))
+    assert named in answer.refused
+    assert answer.results == ()
+    assert answer.state.clean
+    assert rank.bits == before
+    # The attempt goes on as if it had not been sent.
+    answers = [rank.call(r) for r in rank.requests]
+    assert [r.root for r in acknowledged(answers)] == [rank.root()]
+    assert rank.bits == dense(rank.new)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([0, 1, 2, 3, 4]))
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+def test_no_flipped_bit_is_ever_applied_or_acknowledged(position, number):
+    rank = Rank()
+    rank.open()
+    before = rank.bits
+    good = rank.requests[number]
+    data = bytearray(good.data)
+    at = position % (8 * len(data))
+    data[at // 8] ^= 1 << at % 8
+    answers = [rank.call(msgspec.structs.replace(good, data=bytes(data)))]
+    assert not acknowledged(answers)
+    if number < 3:
+        assert answers[0].refused
+    assert rank.bits == before
+    if number >= 3 and not answers[0].refused and not failed(answers):
+        # A manifest that still reads as one: what it lists is not what was sent, or the root over it is another.
+        answers = [rank.call(r) for r in rank.requests if r is not good]
+        assert [r.root for r in acknowledged(answers)] != [rank.root()]
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_nothing_is_acknowledged_while_anything_is_missing(lost):
+    rank = Rank()
+    rank.open()
+    rest = [r for n, r in enumerate(rank.requests) if n != lost]
+    answers = [rank.call(r) for r in rest + rest[::-1]]
+    assert not acknowledged(answers)
+    assert not failed(answers)
+    assert acknowledged([rank.call(rank.requests[lost])])
+    assert rank.bits == dense(rank.new)
+
+
+# ---------------------------------------------------------------- failed for good
+
+
+def twin(r):
+    """The same identity with other bytes."""
+    return r.payload(OWNERS[0], 0, [r.item(EMBED, 5, 41, r.kind)])
+
+
+def payload_of(owner=OWNERS[0], *, base=None, **identity):
+    def make(rank):
+        against = msgspec.structs.replace(rank.base(rank.kind), **(base or {}))
+        return rank.payload(owner, 0, [], base=against, **identity)
+
+    return make
+
+
+def manifest_of(owner=OWNERS[0], base=None, first=0):
+    def make(rank):
+        against = msgspec.structs.replace(rank.base(rank.kind), **(base or {}))
+        return rank.seal(owner, rank.requests[first:2], [35, 50][first:], base=against)
+
+    return make
+
+
+OLD, STRANGER = OwnerRef("rank-0", 6), OwnerRef("rank-9", 7)
+FAILED = {
+    "another base version": (payload_of(base={"version": 4}), "made against"),
+    "another baseline": (payload_of(base={"baseline_id": "cd" * 16}), "made against"),
+    "another candidate": (payload_of(base={"candidate": "d"}), "made against"),
+    "another kind": (payload_of(base={"kind": Kind.ABSOLUTE}), "made against"),
+    "another target": (payload_of(target=2), "it is for version 2, this attempt for 1"),
+    "an owner's other incarnation": (payload_of(OLD), "rank-0 (incarnation 6) is not an owner of this attempt"),
+    "no owner of the attempt": (payload_of(STRANGER), "rank-9 (incarnation 7) is not an owner of this attempt"),
+    "a manifest against another base": (manifest_of(base={"version": 4}), "made against"),
+    "a manifest of another incarnation": (manifest_of(OLD), "rank-0 (incarnation 6) is not an owner of this attempt"),
+    "a manifest with a gap": (manifest_of(first=1), "not numbered 0, 1, 2"),
+}
+
+
+@pytest.mark.parametrize("what", FAILED)
+def test_what_fails_the_attempt_is_named_before_a_byte_is_written(what):
+    make, named = FAILED[what]
+    rank = Rank()
+    rank.open()
+    before = rank.bits
+    (reason,) = failed([rank.call(make(rank))])
+    assert named in reason
+    assert rank.bits == before
+    answers = [rank.call(r) for r in rank.requests]
+    assert not acknowledged(answers)  # the epoch has failed, whatever comes
+    assert answers[-1].state.clean
+    assert rank.bits == before
+
+
+@pytest.mark.parametrize(
+    ("sent", "named"),
+    [
+        (lambda r: [r.requests[0], twin(r)], "came twice with different bytes"),
+        (lambda r: [r.requests[3], twin(r)], "is not the one that its owner's manifest lists"),
+        (lambda r: [twin(r), r.requests[3]], "is not the one that its owner's manifest lists"),
+        (lambda r: [r.requests[3], r.payload(OWNERS[0], 2, [])], "is not the one that its owner's manifest lists"),
+        (
+            lambda r: [r.requests[3], r.seal(OWNERS[0], r.requests[:2], [35, 50], owned_elements=1)],
+            "sealed epoch 1 twice with different manifests",
+        ),
+        (
+            lambda r: [r.seal(OWNERS[0], r.requests[:2], [35, 49]), *r.requests[:2]],
+            "is not the one that its owner's manifest lists",
+        ),
+        (lambda _: [Undeliverable(1, "the store burnt down")], "the store burnt down"),
+    ],
+)
+def test_contradictions_fail_the_attempt_and_the_next_one_repairs_it(sent, named):
+    rank = Rank()
+    rank.open()
+    requests = sent(rank)
+    answers = [rank.call(r) for r in requests]
+    (reason,) = failed(answers)
+    assert named in reason
+    answers = [rank.call(r) for r in rank.requests]
+    assert not acknowledged(answers)
+    rank.open(2, Kind.ABSOLUTE)
+    rank.requests = rank.emission(2, Kind.ABSOLUTE)
+    assert acknowledged([rank.call(r) for r in rank.requests])
+    assert rank.bits == dense(rank.new)
+
+
+def test_a_loader_that_fails_midway_tears_and_is_named_and_a_later_epoch_repairs():
+    rank = Rank()
+    rank.open()
+    rank.call(rank.requests[0])
+    rank.mood.append("out of luck")
+    (reason,) = failed([rank.call(rank.requests[1])])
+    assert "embed: the loader raised ValueError: out of luck" in reason
+    rank.mood.clear()
+    answers = [rank.call(r) for r in rank.requests]  # never tried again in its epoch
+    assert not acknowledged(answers)
+    assert answers[-1].state.torn_by == ("c",)
+
+    answers = [rank.open(2)]  # a relative attempt cannot repair it
+    rank.requests = rank.emission(2, Kind.RELATIVE)
+    before = rank.bits
+    answers += [rank.call(r) for r in rank.requests]
+    (reason,) = failed(answers)
+    assert "a relative payload against version 0 was refused: storage holds version 0, torn by c" in reason
+    assert rank.bits == before
+
+    rank.open(3, Kind.ABSOLUTE)
+    rank.requests = rank.emission(3, Kind.ABSOLUTE)
+    assert acknowledged([rank.call(r) for r in rank.requests])
+    assert rank.bits == dense(rank.new)
+
+
+def test_an_absolute_attempt_of_another_candidate_is_not_taken_for_a_repair():
+    rank = Rank()
+    rank.open()
+    rank.call(rank.requests[0])
+    base = msgspec.structs.replace(rank.base(Kind.ABSOLUTE), candidate="another")
+    rank.call(Prepare("r", 2, 1, base, OWNERS))
+    (reason,) = failed([rank.call(OpenApply("r", 2))])
+    assert "storage holds version 0, torn by c" in reason
+
+
+def test_storage_that_moved_is_refused_before_a_byte_is_written():
+    rank = Rank()
+    rank.open()
+    rank.model.qk = torch.nn.Parameter(rank.model.qk.clone(), requires_grad=False)
+    before = rank.bits
+    (reason,) = failed([rank.call(rank.requests[0])])
+    assert re.search("qk:? moved, .*since prewarm", reason)
+    assert rank.bits == before
+
+
+# ---------------------------------------------------------------- restores
+
+
+def test_a_restore_is_held_to_the_digest_of_the_version():
+    rank = Rank(kind=Kind.RESTORE, loaded="")
+    rank.open()
+    share = f"{int(LOADED, 16) - 5:032x}"
+    manifests = [
+        rank.seal(OWNERS[0], rank.requests[:2], [35, 50], content_digest=share),
+        rank.seal(OWNERS[1], rank.requests[2:3], [85], content_digest=f"{4:032x}"),
+    ]
+    answers = [rank.call(r) for r in [*rank.requests[:3], *manifests]]
+    (reason,) = failed(answers)
+    assert f"the restored content is not that of version 0: digest {int(LOADED, 16) - 1:032x}" in reason
+    assert not answers[-1].state.clean
+
+    rank.requests = rank.emission(2, Kind.RESTORE)
+    rank.open(2)
+    manifests = [
+        rank.seal(OWNERS[0], rank.requests[:2], [35, 50], content_digest=share),
+        rank.seal(OWNERS[1], rank.requests[2:3], [85], content_digest=f"{5:032x}"),
+    ]
+    answers = [rank.call(r) for r in [*rank.requests[:3], *manifests]]
+    assert acknowledged(answers)
+    assert (answers[-1].state.version, answers[-1].state.clean) == (0, True)
+
+
+def test_a_restore_with_a_manifest_whose_digest_is_none_is_refused():
+    rank = Rank(kind=Kind.RESTORE, loaded="")
+    rank.open()
+    for r in rank.requests[:3]:
+        rank.call(r)
+    for owner, payloads, entries in ((OWNERS[0], rank.requests[:2], [35, 50]), (OWNERS[1], rank.requests[2:3], [85])):
+        answer = rank.call(rank.seal(owner, payloads, entries, content_digest="not a digest"))
+        assert answer.corrupt
+        assert f"manifest of {owner.owner}: a content digest is 32 lower-case hexadecimal digits" in answer.refused
+
+
+# ---------------------------------------------------------------- orders
+
+
+def test_orders_before_an_agent_attached_are_refused():
+    host = RankHost(lambda _: pytest.fail("no storage was asked for"), state_incarnation=1)
+    answer = decode_answer(host.call(encode(OpenApply("r", 1))))
+    assert "before a node agent attached" in answer.refused
+    assert "no request of this version" in decode_answer(host.call(b"\xc1")).refused
+    assert not decode_answer(host.call(b"")).state.clean
+
+
+def test_a_second_agent_finds_the_storage_as_it_was_left_and_another_engine_does_not():
+    rank = Rank()
+    rank.open()
+    rank.call(rank.requests[0])
+    again = rank.call(rank.attach)
+    assert again.results == (rank.attached,)
+    assert again.state.torn_by == ("c",)
+    for other_attach in (
+        msgspec.structs.replace(rank.attach, engine="b"),
+        msgspec.structs.replace(rank.attach, record_id="s"),
+        msgspec.structs.replace(rank.attach, specs=rank.attach.specs[1:]),
+    ):
+        assert "a node agent is attached already" in rank.call(other_attach).refused
+
+
+def test_orders_below_the_fence_and_of_another_record_are_refused():
+    rank = Rank()
+    rank.open()
+    rank.prepare(5)
+    for order, named in [
+        (Prepare("r", 4, 1, rank.base(Kind.RELATIVE), OWNERS), "epoch 4 refused: the fence is at 5"),
+        (OpenApply("r", 1), "epoch 1 refused: the fence is at 5"),
+        (OpenApply("r", 6), "was not prepared here"),
+        (Prepare("s", 9, 1, rank.base(Kind.RELATIVE), OWNERS), "order of record 's'"),
+        (Prepare("r", 5, 1, rank.base(Kind.ABSOLUTE), OWNERS), "two different prepare orders for epoch 5"),
+        (Learn(CommitRecord("s", 0, 9, "l", 1, LOADED)), "record 's' is not 'r'"),
+    ]:
+        before = rank.bits
+        assert named in rank.call(order).refused
+        assert rank.bits == before
+
+
+def test_payloads_of_a_fenced_epoch_are_dropped_without_a_word():
+    rank = Rank()
+    rank.open()
+    before = rank.bits
+    rank.open(2)
+    answers = [rank.call(r) for r in rank.requests]
+    assert all(a.results == () and not a.refused for a in answers)
+    assert rank.bits == before
+
+
+def test_a_commit_of_other_manifests_does_not_make_storage_clean():
+    rank = Rank()
+    rank.open()
+    for r in rank.requests:
+        rank.call(r)
+    other_root = Committed(1, 1, "c", (), "0" * 64, "op")
+    assert not rank.call(Learn(CommitRecord("r", 1, 1, "l", 1, "ee" * 16, committed=other_root))).state.clean
+    committed = Committed(1, 1, "c", (), rank.root(), "op")
+    state = rank.call(Learn(CommitRecord("r", 1, 1, "l", 1, "ee" * 16, committed=committed))).state
+    assert (state.version, state.content_digest, state.clean) == (1, "ee" * 16, True)
