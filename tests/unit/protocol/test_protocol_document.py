@@ -8,7 +8,7 @@ import dcr.protocol
 from dcr.protocol.record import CommitRecord, Committed, OpenTransition
 
 SOURCES = Path(dcr.protocol.__file__).parent
-ROLES = {"leader": "coordinator"}
+ROLES = {"leader": "coordinator", "conductor": "coordinator"}
 DOCUMENT = Path(__file__).parents[3] / "docs" / "protocol.md"
 ROW = re.compile(
     r"^\| `(\w+)` \| (coordinator|owner|node|receiver) \| .+ \| ((?:D\d+(?:, )?)+) \| .+ \|$", re.MULTILINE

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from deployment import run_schedule
 
-from dcr.protocol import coordinator, fleet, receiver
+from dcr.protocol import conductor, fleet, receiver
+from dcr.protocol.conductor import Conductor
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.node import Node
 from dcr.protocol.receiver import Receiver
@@ -76,14 +77,14 @@ MUTANTS = [
     ),
     Mutant(
         "a relative payload over torn storage",
-        (receiver, fleet, coordinator),
+        (receiver, fleet, conductor),
         "admits",
         "return at_base and state.clean",
         "return at_base",
     ),
     Mutant(
         "an absolute payload over another candidate's tears",
-        (receiver, fleet, coordinator),
+        (receiver, fleet, conductor),
         "admits",
         "return at_base and set(state.torn_by) <= {base.candidate}",
         "return at_base",
@@ -126,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "an engine is refused without being told",
-        Coordinator,
+        Conductor,
         "_out_of_session",
         "filter(None, [self.fleet.of(m)])",
         "[]",

@@ -1,4 +1,4 @@
-"""A rank's host, through bytes: what it is sent wrongly is never acknowledged, and named, and changes no resident byte."""
+"""A rank's host, through bytes: what it is sent wrongly is named, never acknowledged, and changes no resident byte."""
 
 import re
 from dataclasses import dataclass, field
