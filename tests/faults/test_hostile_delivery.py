@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dcr import PushError
+from dcr.protocol.identity import decode_manifest, encode_manifest
 from dcr.protocol.messages import Join, StorageState, encode_message
 from dcr.protocol.step import Step
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
@@ -86,6 +88,10 @@ FAULTS = {
     "a payload of an earlier epoch": (earlier_epoch, "bytes fetched for .*epoch=2.* are payload .*epoch=1"),
     "a huge payload": (huge, "536870912 bytes, more than the 268435456 allowed"),
     "a bit of the manifest": (on_manifest(flip), "no manifest|is not the one that its owner's manifest lists"),
+    "a manifest that nobody sealed": (
+        on_manifest(lambda data: encode_manifest(msgspec.structs.replace(decode_manifest(data), owned_elements=1))),
+        "a acknowledged other manifests than the owners sealed",
+    ),
     "a manifest cut short": (on_manifest(cut), "no manifest that this version of dcr can read"),
 }
 

@@ -5,6 +5,7 @@ import os
 import queue
 import socket
 import struct
+import time
 
 import msgspec
 
@@ -84,3 +85,10 @@ def join(address, secret, **identity):
     assert challenge["proof"] == proof(secret, b"hub", hello, challenge["nonce"])
     send_map(sock, proof=proof(secret, b"spoke", hello, challenge["nonce"]))
     return sock, receive_map(sock)["refused"]
+
+
+def eventually(true):
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
