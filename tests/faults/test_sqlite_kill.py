@@ -12,17 +12,19 @@ import time
 import pytest
 
 from dcr.control_plane.address import open_control_plane
-from dcr.control_plane.interface import ConflictError, Stored
+from dcr.control_plane.interface import ConflictError, ControlPlaneSettings, Stored
 
 UNSHARE = shutil.which("unshare") and subprocess.run(["unshare", "-rm", "true"], check=False).returncode == 0
 needs_namespace = pytest.mark.skipif(not UNSHARE, reason="needs user and mount namespaces")
+
+WHOLE_HISTORY = ControlPlaneSettings(history_max=1_000_000)
 
 # Says what it tries before, and what was acknowledged after.
 WRITER = """
 import itertools, os, sys
 from dcr.control_plane.address import open_control_plane
-from dcr.control_plane.interface import ConflictError
-plane = open_control_plane(f"sqlite://{sys.argv[1]}")
+from dcr.control_plane.interface import ConflictError, ControlPlaneSettings
+plane = open_control_plane(f"sqlite://{sys.argv[1]}", ControlPlaneSettings(history_max=1_000_000))
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 for i in itertools.count():
     operation = f"{sys.argv[2]}.{i}"
@@ -75,7 +77,7 @@ def test_kills_lose_nothing_acknowledged_and_leave_no_doubt(tmp_path):
         for done in (*acked, *refused):
             doubtful.pop(done, None)
 
-        plane = open_control_plane(f"sqlite://{path}")
+        plane = open_control_plane(f"sqlite://{path}", WHOLE_HISTORY)
         assert all(plane.operation_revision("run", operation) == revision for operation, revision in acked.items())
         assert not any(plane.operation_revision("run", operation) for operation in refused)
         # Resolve every doubt as DESIGN D3 has it: read back, or repeat with the same id; either way once.
