@@ -288,6 +288,8 @@ class Coordinator(Conductor):
         if self._seats.missing:
             return self._wait("owners")
         chosen = self._choose_kind(counted)
+        if chosen is None and self.fleet.forgive_silent():
+            chosen = self._choose_kind(counted)  # better the same engines once more, within attempts_max, than none
         if chosen is None:
             # Too few engines: restore some first, if there are any to restore, or wait for one to come.
             return (self._take_in() if tr is None else []) or self._wait("members")

@@ -70,6 +70,13 @@ class Fleet:
         """Engines that answer and are not refused, by name."""
         return [e for _, e in sorted(self.engines.items()) if e.connected and not e.silent and not e.refused]
 
+    def forgive_silent(self) -> bool:
+        """Count connected engines that let a time-out pass as usable again; True if there were any."""
+        silent = [e for e in self.engines.values() if e.silent and e.connected]
+        for e in silent:
+            e.silent = False
+        return bool(silent)
+
     def joining(self, record: CommitRecord) -> list[Engine]:
         """Usable engines that are no members, or whose storage is not the committed version."""
         return [e for e in self.usable() if e.member not in record.members or not e.holds_committed(record)]

@@ -38,7 +38,6 @@ class Emission:
         self.order = order
         self.cancelled = threading.Event()
         self.seconds = {"detect": 0.0, "encode": 0.0, "deliver": 0.0}
-        self.payload_bytes = 0
         self._source = source
         self._incarnation = incarnation
         self._delivery = delivery
@@ -70,7 +69,6 @@ class Emission:
             self._delivery.put(payload_key(identity), data)
             self.seconds["encode"] += encoded - started
             self.seconds["deliver"] += time.perf_counter() - encoded
-            self.payload_bytes += len(data)
             entries = sum(i.entries for i in items)
             payloads.append(SealedPayload(identity.sequence, payload_digest(data), entries, len(data)))
         restore = o.base.kind is Kind.RESTORE

@@ -62,7 +62,7 @@ class Fetch:
                 answers += self._one(source)
             except (DeliveryError, RefusedError) as e:
                 answers.append(self._call(Undeliverable(self.order.epoch, f"fetching from {source.ref.owner}: {e}")))
-                source.total = source.next = 0
+                source.failed = True
             if answers:
                 self.seconds += time.perf_counter() - started
         return answers
@@ -78,7 +78,7 @@ class Fetch:
             now = time.monotonic()
             self._missing_since = self._missing_since or now
             if now - self._missing_since > self._timeout_s:
-                source.total = source.next
+                source.failed = True
                 reason = f"payload {source.next} of {ref.owner} is listed but did not come in {self._timeout_s} s"
                 return [self._call(Undeliverable(o.epoch, reason))]
             return []
@@ -87,9 +87,9 @@ class Fetch:
         )
         if data is None:
             return []
-        total = len(decode_manifest(data).payloads)
         answers = self._deliver(source, SealedManifest(ref.owner, o.epoch, data))
-        source.total = total
+        if answers and not source.failed:
+            source.total = len(decode_manifest(data).payloads)
         return answers
 
     def _deliver(self, source: "_Source", request: Payload | SealedManifest) -> list[Answer]:
@@ -102,7 +102,7 @@ class Fetch:
         source.tries += 1
         if answer.corrupt and source.tries < _TRIES_MAX:
             return []  # what the store holds may be good, and only this copy of it bad
-        source.total = source.next = 0
+        source.failed = True
         return [answer, self._call(Undeliverable(self.order.epoch, answer.refused))]
 
 
@@ -114,7 +114,8 @@ class _Source:
         self.next = 0
         self.total: int | None = None
         self.tries = 0
+        self.failed = False
 
     @property
     def done(self) -> bool:
-        return self.total is not None and self.next >= self.total
+        return self.failed or (self.total is not None and self.next >= self.total)

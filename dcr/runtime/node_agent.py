@@ -256,6 +256,7 @@ class NodeAgent:
                         AttemptFailed(self._name, self.attached.incarnation, effect.epoch, effect.reason, self._state)
                     )
                 case role.ReportServing():
+                    self._failed = ""
                     self._send(Serving(self._name, self.attached.incarnation, effect.epoch, effect.version))
                 case role.AskToJoin():
                     self._send(self._join())

@@ -88,7 +88,6 @@ class OwnerHost:
         self._role = role.Owner(source.owner, incarnation, record_id, "" if baseline is None else baseline.hex())
         self._emission: Emission | None = None
         self._seconds: dict[str, float] = {}
-        self._bytes = 0
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._push = 0
         self._waiting = False
@@ -245,7 +244,7 @@ class OwnerHost:
             reason, fatal = f"{self._source.owner}: {type(e).__name__}: {e}", isinstance(e, RefusedError)
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
             return
-        self._seconds, self._bytes = dict(emission.seconds), emission.payload_bytes
+        self._seconds = dict(emission.seconds)
         if emission.order.base.kind is not Kind.RESTORE:
             self._found = {emission.order.base.candidate: ContentDigest.from_hex(manifest.content_digest)}
         self._post(lambda: self._role.emitted(manifest))

@@ -157,11 +157,10 @@ def test_an_epoch_emitted_twice_with_other_bytes_is_refused_by_the_store(tmp_pat
         s.emission(Kind.RELATIVE).run()
 
 
-def test_times_and_sizes_are_those_of_the_work(tmp_path):
+def test_times_are_those_of_the_stages(tmp_path):
     s = Setting(tmp_path)
     s.policy.step(1)
     emission = s.emission(Kind.RELATIVE)
-    manifest = emission.run()
-    assert emission.payload_bytes == sum(p.size_bytes for p in manifest.payloads)
+    emission.run()
     assert set(emission.seconds) == {"detect", "encode", "deliver"}
     assert min(emission.seconds.values()) > 0
