@@ -1,5 +1,6 @@
 """Conducting a session: one attempt or one restore, from its first order to its last acknowledgement."""
 
+from abc import abstractmethod
 from collections.abc import Iterable
 
 from dcr.protocol.coordinator_effects import Effect, SendMember, SendOwner
@@ -44,13 +45,13 @@ class Conductor(Leader):
 
     # ------------------------------------------------------------ for the coordinator
 
+    @abstractmethod
     def _complete(self, s: Session) -> list[Effect]:
         """Somebody sealed or acknowledged: go on if that was the last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _session_failed(self, reason: str, *, fatal: bool = False) -> list[Effect]:
         """The session cannot be completed."""
-        raise NotImplementedError
 
     # ------------------------------------------------------------ orders
 

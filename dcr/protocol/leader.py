@@ -1,6 +1,7 @@
 """Leading a record: the compare-and-sets of one leader, one at a time, and what their answers mean (DESIGN D1, D3)."""
 
 import enum
+from abc import ABC, abstractmethod
 
 from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, StartTimer, WriteRecord
 from dcr.protocol.record import CommitRecord
@@ -22,7 +23,7 @@ class Phase(enum.StrEnum):
     FATAL = "fatal"
 
 
-class Leader:
+class Leader(ABC):
     """K as its only writer knows it.  What follows from a write is the coordinator's to say.
 
     Args:
@@ -44,13 +45,13 @@ class Leader:
 
     # ------------------------------------------------------------ for the coordinator
 
+    @abstractmethod
     def _found(self, record: CommitRecord | None, revision: int | None) -> list[Effect]:
         """K was read at the start; None if there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _after(self, reason: str) -> list[Effect]:
         """The compare-and-set with this reason took effect; ``record`` is what it wrote."""
-        raise NotImplementedError
 
     @property
     def _k(self) -> CommitRecord:
