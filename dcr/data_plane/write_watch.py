@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ class _RawMemoryGuard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class WriteWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # torch's own hook
     """Watches one load call at a time; subclasses say what happens to each write.
 
     Everything the loader's own thread does to a tensor passes here.  Reads and moves of canonical values are followed
@@ -106,17 +107,17 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     # What subclasses decide.
 
+    @abstractmethod
     def copy(self, write: Write, dst: torch.Tensor, src: torch.Tensor, source: Source) -> None:
         """A copy of canonical elements into resident memory; ``source`` has the shape of ``dst``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fill(self, write: Write, dst: torch.Tensor) -> None:
         """A constant written into resident memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refuse(self, origins: frozenset[str], reason: str) -> None:
         """Something that cannot be handled exactly; empty ``origins``: not traced to a canonical tensor."""
-        raise NotImplementedError
 
     # The watch itself.
 
