@@ -33,8 +33,8 @@ from dcr.protocol.record import decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
 from dcr.runtime.hub import Hub
-from dcr.runtime.node_agent import LEADER
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.registry import register_leader
 from dcr.runtime.settings import Settings
 
 _log = logging.getLogger("dcr.coordinator")
@@ -90,7 +90,7 @@ class CoordinatorHost:
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
         self._hub = Hub(secret, self._heard)
-        control.register(record_id, *LEADER, self._hub.address.encode())
+        register_leader(control, record_id, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
 

@@ -42,12 +42,11 @@ from dcr.runtime.rank_messages import (
     decode_answer,
     encode,
 )
+from dcr.runtime.registry import leader_address
 from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
 
 OPERATIONS = ("add", "xor")
-LEADER = ("leader", "address")
-"""Kind and name under which the leader's address is registered."""
 
 _log = logging.getLogger("dcr.node")
 
@@ -147,7 +146,7 @@ class NodeAgent:
             secret,
             Peer("node", name, attached.incarnation),
             lambda data: self._events.put(_Arrived(data), timeout=settings.connect_timeout_s),
-            resolve=self._leader_address,
+            resolve=lambda: leader_address(control, record_id),
             on_connect=lambda: self._events.put(_Connected(), timeout=settings.connect_timeout_s),
         )
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
@@ -357,10 +356,6 @@ class NodeAgent:
     def _send(self, report: Report) -> None:
         # A report that is lost is made up for: on the next connection the leader hears of the state anew.
         self._spoke.send(encode_message(report))
-
-    def _leader_address(self) -> str | None:
-        value = self._control.lookup(self._record_id, *LEADER)
-        return None if value is None else value.decode()
 
     def _give_up(self, reason: str) -> None:
         with self._changed:

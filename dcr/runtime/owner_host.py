@@ -31,8 +31,8 @@ from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.emission import CancelledError, Emission
-from dcr.runtime.node_agent import LEADER
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.registry import leader_address
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 from dcr.runtime.spoke import Spoke
@@ -106,7 +106,7 @@ class OwnerHost:
             secret,
             Peer("owner", source.owner, incarnation),
             lambda data: self._post(lambda: self._order(data)),
-            resolve=self._leader_address,
+            resolve=lambda: leader_address(control, record_id),
             on_connect=lambda: self._post(self._connected),
         )
 
@@ -301,7 +301,3 @@ class OwnerHost:
 
     def _send(self, report: Report) -> None:
         self._spoke.send(encode_message(report))
-
-    def _leader_address(self) -> str | None:
-        value = self._control.lookup(self._record_id, *LEADER)
-        return None if value is None else value.decode()

@@ -17,7 +17,7 @@ from dcr.protocol.identity import decode_manifest, encode_manifest
 from dcr.protocol.messages import Join, StorageState, encode_message
 from dcr.protocol.step import Step
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
-from dcr.runtime.node_agent import LEADER
+from dcr.runtime.registry import leader_address
 from tests.faults.thread_fleet import Fleet, flip, rewrite
 
 
@@ -151,15 +151,15 @@ def test_strangers_at_the_coordinators_port_do_not_disturb_a_push(fleet: Fleet) 
     e = fleet.engine("a")
     fleet.check(e)
     fleet.step()
-    address = fleet.refit._control.lookup("default", *LEADER)
+    address = leader_address(fleet.refit._control, "default")
     assert address is not None
-    host, _, port = address.decode().rpartition(":")
+    host, _, port = address.rpartition(":")
 
     def intrude(_: Step) -> None:
         for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b""):
             with socket.create_connection((host, int(port)), 5) as s:
                 s.sendall(noise)
-        stranger = Spoke(b"w" * 32, Peer("node", "a", 1 << 62), lambda _: None, resolve=address.decode)
+        stranger = Spoke(b"w" * 32, Peer("node", "a", 1 << 62), lambda _: None, resolve=lambda: address)
         with pytest.raises(ChannelTimeoutError, match=r"authenticating|refused"):
             stranger.wait_connected(0.5)
         stranger.close()
@@ -175,9 +175,9 @@ def test_a_peer_of_the_run_cannot_speak_for_another(fleet: Fleet) -> None:
     fleet.check(e)
     control = fleet.refit._control
     secret = Path(fleet.folder / "record.db.secret").read_bytes()
-    address = control.lookup("default", *LEADER)
+    address = leader_address(control, "default")
     assert address is not None
-    mallory = Spoke(secret, Peer("node", "m", 1), lambda _: None, resolve=address.decode)
+    mallory = Spoke(secret, Peer("node", "m", 1), lambda _: None, resolve=lambda: address)
     mallory.wait_connected(5)
     mallory.send(b"\xc1 not a report")
     mallory.send(encode_message(Join("a", 1 << 62, 0, 0, ("add",), StorageState(None, "", ()), (), {})))
