@@ -81,6 +81,7 @@ class Coordinator(Conductor):
         self._budget_from: int | None = None  # attempts in K when the push in progress began
         self._candidate = ""
         self._failures: list[str] = []
+        self._warnings: list[str] = []
         self._abandoning = False
         self._dense_only = False
 
@@ -227,13 +228,21 @@ class Coordinator(Conductor):
                 effects += self._fold_ended(owner, "time-out: no answer to the order to fold")
             return effects
         if self.phase is Phase.IDLE and self._seats.ready:
-            missing = self._seats.missing
-            what = f"owners {', '.join(missing)}" if missing else f"{self.members_min} member(s)"
-            self._failures.append(f"time-out: waited for {what}")
+            self._failures.append(f"time-out: {self._why_waiting()}")
             if self._k.open is not None and not self._k.open.stopped:
                 return self._stop()
             return self._push_over(self._failures[-1])
+        if self.phase is Phase.IDLE and self._seats.late:
+            return self._push_over(f"time-out: {', '.join(self._seats.late)} did not call push(); every rank has to")
         return []
+
+    def _why_waiting(self) -> str:
+        if self._seats.missing:
+            return f"no connection to {', '.join(self._seats.missing)}"
+        return (
+            f"too few engines can take part in record {self.record_id!r} (members_min is {self.members_min}); "
+            f"engines: {self.fleet.describe()}"
+        )
 
     # ------------------------------------------------------------ what to do next
 
@@ -250,7 +259,8 @@ class Coordinator(Conductor):
             return self._cas(self._k.abandon(), "Abandon")
         if self._seats.ready:
             return self._open_attempt()
-        return self._take_in() if self._k.open is None else []
+        effects = self._take_in() if self._k.open is None else []
+        return effects or (self._wait("ranks", "") if self._seats.late else [])
 
     def _take_in(self) -> list[Effect]:
         """Admit engines that hold the committed version; restore those that do not (DESIGN D15)."""
@@ -276,7 +286,7 @@ class Coordinator(Conductor):
                 # Nothing can tell whether these are still the weights that tore the members: start anew (DESIGN D10).
                 return self._cas(k.abandon(), "Abandon")
             self._budget_from = counted
-            self._failures = []
+            self._failures, self._warnings = [], []
         if tr is None:
             self._budget_from = 0
             self._candidates += 1
@@ -286,13 +296,13 @@ class Coordinator(Conductor):
         if counted - self._budget_from >= self.attempts_max:
             return self._stop()
         if self._seats.missing:
-            return self._wait("owners")
+            return self._wait("owners", self._why_waiting())
         chosen = self._choose_kind(counted)
         if chosen is None and self.fleet.forgive_silent():
             chosen = self._choose_kind(counted)  # better the same engines once more, within attempts_max, than none
         if chosen is None:
             # Too few engines: restore some first, if there are any to restore, or wait for one to come.
-            return (self._take_in() if tr is None else []) or self._wait("members")
+            return (self._take_in() if tr is None else []) or self._wait("members", self._why_waiting())
         base, engines = chosen
         operations = self.fleet.common_operations(engines)
         transition = OpenTransition(
@@ -378,7 +388,7 @@ class Coordinator(Conductor):
             self._session = None
             self.phase = Phase.IDLE
             return [Step(self.leader, "EndRestore", s.epoch, reason), *told, *self._proceed()]
-        self._failures.append(f"attempt of epoch {s.epoch} ({s.base.kind.value}): {reason}")
+        self._failures.append(f"{s.base.kind.value} attempt of epoch {s.epoch}: {reason}")
         self.phase = Phase.IDLE
         step = Step(self.leader, "AttemptFailed", s.epoch, reason)
         return [step, *(self._stop() if fatal else self._proceed())]
@@ -416,7 +426,7 @@ class Coordinator(Conductor):
             return []
         s.folded.add(owner)
         if reason:
-            self._failures.append(f"{owner} lost its baseline: {reason}")
+            self._warnings.append(f"{owner} lost its baseline, so the next push sends every element: {reason}")
         if s.folded != self._seats.names:
             return []
         self.phase = Phase.IDLE
@@ -426,10 +436,8 @@ class Coordinator(Conductor):
         """Tell every owner that took part how the push ended, and go on to what waited meanwhile."""
         s = self._session
         epoch = self._k.epoch if s is None else s.epoch
-        summary = {
-            "failures": list(self._failures),
-            **({} if s is None or error else s.summary(self._budget_from or 0)),
-        }
+        summary = {} if s is None or error else s.summary(self._budget_from or 0)
+        summary |= {"failures": list(self._failures), "warnings": list(self._warnings)}
         self._outcome = Outcome(self.record_id, epoch, self._k.version, self._candidate, error, summary)
         # An owner that restarted after the commit may wait with other weights already: this is not its push.
         took_part = {} if s is None or error else {o.owner: o.incarnation for o in s.owners}

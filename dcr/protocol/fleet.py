@@ -39,6 +39,11 @@ class Engine:
         return s.clean and s.version == record.version
 
 
+def _held(s: StorageState) -> str:
+    version = "no known version" if s.version is None else f"version {s.version}"
+    return f"{version}, torn by {', '.join(s.torn_by)}" if s.torn_by else version
+
+
 @dataclass
 class Fleet:
     """Every engine by name, whether a member or not.
@@ -69,6 +74,19 @@ class Fleet:
     def usable(self) -> list[Engine]:
         """Engines that answer and are not refused, by name."""
         return [e for _, e in sorted(self.engines.items()) if e.connected and not e.silent and not e.refused]
+
+    def describe(self) -> str:
+        """Every engine heard of, and what keeps it from taking part; for people."""
+
+        def of(e: Engine) -> str:
+            if e.refused:
+                return f"refused: {e.refused}"
+            if not e.connected:
+                return "not connected"
+            return "silent" if e.silent else f"holds {_held(e.state)}"
+
+        known = [f"{name} ({of(e)})" for name, e in sorted(self.engines.items())]
+        return ", ".join(known) or "none has come"
 
     def forgive_silent(self) -> bool:
         """Count connected engines that let a time-out pass as usable again; True if there were any."""

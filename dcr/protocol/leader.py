@@ -123,19 +123,27 @@ class Leader(ABC):
         return f"{self.leader}-{self._operations_made}"
 
     def _overtaken(self, revision: int | None) -> list[Effect]:
-        return self._fatal(f"another leader wrote K (now revision {revision}): this one leads no more")
+        return self._fatal(
+            f"another trainer leads record {self.record_id!r} (its revision is now {revision}); "
+            "stop one of the two, or give each its own record_id"
+        )
 
     def _fatal(self, reason: str) -> list[Effect]:
         self.phase = Phase.FATAL
         return [Step(self.leader, "Fatal", self._epoch, reason), Fatal(reason)]
 
-    def _wait(self, name: str) -> list[Effect]:
-        """Wait idly for somebody to come; whoever comes does not prolong the wait for the others."""
+    def _wait(self, name: str, why: str) -> list[Effect]:
+        """Wait idly for somebody to come; whoever comes does not prolong the wait for the others.
+
+        Args:
+            name: of the time-out.
+            why: what is waited for; empty for a wait so common that nobody wants to hear of it.
+        """
         if self._waiting == (name, self._timer):
             return []
         effects = self._start_timer(name)
         self._waiting = (name, self._timer)
-        return effects
+        return [Step(self.leader, "Wait", self._epoch, why), *effects] if why else effects
 
     def _start_timer(self, name: str) -> list[Effect]:
         self._timer += 1

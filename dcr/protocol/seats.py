@@ -57,6 +57,12 @@ class Seats:
         return [name for name, seat in self if not seat.connected]
 
     @property
+    def late(self) -> list[str]:
+        """Owners that have not offered a candidate, while others have."""
+        late = [name for name, seat in self if not seat.ready]
+        return late if len(late) < len(self._seats) else []
+
+    @property
     def ready(self) -> bool:
         """True when every owner has offered a candidate."""
         return all(seat.ready for _, seat in self)

@@ -94,6 +94,11 @@ class CoordinatorHost:
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
 
+    @property
+    def address(self) -> str:
+        """Where it listens, ``127.0.0.1:port``."""
+        return self._hub.address
+
     def abandon(self) -> None:
         """Abandon a stopped transition; torn engines are restored (DESIGN D17)."""
         self._post(self._role.abandon)

@@ -140,6 +140,7 @@ class NodeAgent:
         self._fetch: Fetch | None = None
         self._changed = threading.Condition()
         self._failed: str = ""
+        self._warned = ""
         self._stop = threading.Event()
         self._events: queue.Queue[_Arrived | _Connected] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
@@ -172,22 +173,41 @@ class NodeAgent:
         """
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self._failed or (self._role.serving is not None and self._role.serving >= version), timeout_s
+                lambda: (
+                    self._failed
+                    or self._stop.is_set()
+                    or (self._role.serving is not None and self._role.serving >= version)
+                ),
+                timeout_s,
             )
+            if self._stop.is_set():
+                raise NodeError(f"engine {self._name}: its node is closed")
             if self._failed:
                 raise NodeError(f"engine {self._name}: {self._failed}")
             if not done:
                 raise NodeError(
-                    f"engine {self._name}: version {version} is not served after {timeout_s} s; "
-                    f"gate {self._role.gate}, fence {self._role.fence}, storage {self._state}"
+                    f"engine {self._name}: version {version} is not served after {timeout_s} s: {self._why()}"
                 )
             serving = self._role.serving
             assert serving is not None
             return serving
 
+    def _why(self) -> str:
+        """What an engine that does not serve waits for."""
+        if not self._spoke.connected:
+            return (
+                f"it has no connection to a trainer that leads record {self._record_id!r}; is one running, with the "
+                f"same control plane? ({self._spoke.trouble})"
+            )
+        held = "no known version" if self._state.version is None else f"version {self._state.version}"
+        torn = f", torn by {', '.join(self._state.torn_by)}" if self._state.torn_by else ""
+        return f"its gate is {self._role.gate}, its storage holds {held}{torn}; see the trainer's log for what it does"
+
     def close(self) -> None:
         """End the agent's thread and connection; the engine's gate stays as it is."""
         self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
         self._spoke.close()
         self._thread.join(self._settings.drain_timeout_s)
 
@@ -208,6 +228,7 @@ class NodeAgent:
                     next_poll = time.monotonic() + self._settings.record_poll_s
                     if self._fetch is None and not self._failed:
                         self._do([role.ReadRecord()])
+                        self._follow_leader()
         except Exception as e:  # noqa: BLE001 - told to whoever waits for the engine
             _log.exception("node agent of engine %s", self._name)
             self._give_up(f"its node agent failed: {type(e).__name__}: {e}")
@@ -293,7 +314,7 @@ class NodeAgent:
         try:
             stored = self._control.read(self._record_id)
         except ControlPlaneUnavailableError as e:
-            _log.warning("engine %s could not read the record, and tries again: %s", self._name, e)
+            self._warn(f"engine {self._name} could not read the record, and tries again: {e}")
             return
         if stored is None:
             return
@@ -302,6 +323,19 @@ class NodeAgent:
         for result in answer.results:
             if isinstance(result, RankState):
                 self._learned(record, result)
+
+    def _follow_leader(self) -> None:
+        """Another trainer may lead this record by now; the old one may not know it yet."""
+        try:
+            self._spoke.follow()
+        except ControlPlaneUnavailableError as e:
+            self._warn(f"engine {self._name} could not look up the leader: {e}")
+
+    def _warn(self, text: str) -> None:
+        """Log once what goes on being true."""
+        if text != self._warned:
+            self._warned = text
+            _log.warning("%s", text)
 
     def _learned(self, record: CommitRecord, state: RankState) -> None:
         self._do(self._role.learned(record, state))

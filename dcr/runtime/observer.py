@@ -14,21 +14,21 @@ _MILESTONES = frozenset(
     {
         "Abandon",
         "Admit",
-        "AttemptFailed",
         "Commit",
         "Evict",
         "FinishTransition",
-        "LoseBaseline",
         "OpenAttempt",
         "OpenRestore",
-        "RefuseMember",
-        "Stop",
-        "TakeOver",
     }
 )
+# What an operator should look at although nothing has failed yet.
+_WARNINGS = frozenset({"AttemptFailed", "LoseBaseline", "RefuseMember", "Stop", "TakeOver", "Wait"})
 
 
 def log_step(step: Step) -> None:
-    """The default observer: steps go to the log ``dcr``, milestones at level INFO and the others at DEBUG."""
-    level = logging.INFO if step.action in _MILESTONES else logging.DEBUG
+    """The default observer: steps go to the log ``dcr``, at level WARNING, INFO or DEBUG."""
+    if step.action in _WARNINGS:
+        level = logging.WARNING
+    else:
+        level = logging.INFO if step.action in _MILESTONES else logging.DEBUG
     _log.log(level, "%s %s epoch=%d %s", step.actor, step.action, step.epoch, step.detail)

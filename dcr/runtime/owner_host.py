@@ -32,7 +32,6 @@ from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.emission import CancelledError, Emission
 from dcr.runtime.observer import Observer, log_step
-from dcr.runtime.registry import leader_address
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 from dcr.runtime.spoke import Spoke
@@ -58,6 +57,8 @@ class OwnerHost:
         source: this rank's share.
         incarnation: new with every start of this process.
         record_id: the record it obeys.
+        coordinator: where this trainer's own coordinator listens, ``127.0.0.1:port``; owners never follow another
+            trainer's, or the weights of two trainers could be mixed in one version.
         control: control plane.
         delivery: where payloads go.
         secret: the secret of the run.
@@ -71,6 +72,7 @@ class OwnerHost:
         *,
         incarnation: int,
         record_id: str,
+        coordinator: str,
         control: ControlPlane,
         delivery: Delivery,
         secret: bytes,
@@ -106,7 +108,7 @@ class OwnerHost:
             secret,
             Peer("owner", source.owner, incarnation),
             lambda data: self._post(lambda: self._order(data)),
-            resolve=lambda: leader_address(control, record_id),
+            resolve=lambda: coordinator,
             on_connect=lambda: self._post(self._connected),
         )
 
@@ -123,23 +125,37 @@ class OwnerHost:
             PushTimeoutError: no outcome within ``push_timeout_s``.
         """
         with self._changed:
+            self._check_open()
             self._push += 1
             self._outcome = None
             self._waiting = True
         self._post(self._ready)
         with self._changed:
-            outcome = self._changed.wait_for(lambda: self._outcome, self._settings.push_timeout_s)
+            self._changed.wait_for(lambda: self._outcome or self._stop.is_set(), self._settings.push_timeout_s)
             self._waiting = False
+            outcome = self._latest()
             if outcome is None:
+                self._check_open()
                 raise PushTimeoutError(
                     f"{self._source.owner}: push {self._push} has no outcome after {self._settings.push_timeout_s} s; "
                     f"connected to the coordinator: {self._spoke.connected}"
                 )
             return outcome
 
+    def _latest(self) -> Outcome | None:
+        return self._outcome
+
+    def _check_open(self) -> None:
+        if self._stop.is_set():
+            raise RefusedError(
+                f"{self._source.owner}: this trainer's refit is closed; nothing can be pushed through it"
+            )
+
     def close(self) -> None:
-        """End threads and connection."""
+        """End threads and connection; a push that waits is refused."""
         self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
         if self._emission is not None:
             self._emission.cancelled.set()
         self._spoke.close()

@@ -1,5 +1,6 @@
 """The host of one rollout rank: carries out its receiver's effects on real storage, in the process that holds it."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,7 @@ from dcr.runtime.rank_messages import (
 
 StorageFactory = Callable[[Sequence[TensorSpec]], LoaderPath]
 
+_log = logging.getLogger("dcr.rank")
 _NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
 
 
@@ -45,6 +47,8 @@ class RankHost:
         state_incarnation: a number new with every start of the process that holds the storage.
         limits: what one payload may hold.
         observe: called with every step, in this process.
+        not_loaded: asked once, before anything is written: why storage is not what the loader was fed according to
+            the node agent; empty if it is, or if the storage factory has seen to that.
     """
 
     def __init__(
@@ -54,8 +58,10 @@ class RankHost:
         state_incarnation: int,
         limits: Limits = DEFAULT_LIMITS,
         observe: Observer = log_step,
+        not_loaded: Callable[[], str] = str,
     ) -> None:
         self._factory = storage_factory
+        self._not_loaded = not_loaded
         self._incarnation = state_incarnation
         self._limits = limits
         self._observe = observe
@@ -116,13 +122,17 @@ class RankHost:
             return self._attached
         specs = [s.spec for s in request.specs]
         storage = self._factory(specs)
+        loaded_digest = request.loaded_digest
+        if loaded_digest and (why := self._not_loaded()):
+            _log.warning("engine %s does not hold its checkpoint, so it is restored first: %s", request.engine, why)
+            loaded_digest = ""
         prewarm = storage.prewarm()
         by_class: dict[LoaderClass, list[str]] = {c: [] for c in LoaderClass}
         for name, c in sorted(prewarm.classes.items()):
             by_class[c].append(name)
         self._storage = storage
         self._known = {s.name: s for s in specs}
-        self._receiver = Receiver(request.engine, request.record_id, request.loaded_digest)
+        self._receiver = Receiver(request.engine, request.record_id, loaded_digest)
         self._attach = request
         self._attached = Attached(
             self._incarnation,

@@ -1,5 +1,6 @@
 """Every bound of the runtime, in one validated object."""
 
+import difflib
 from typing import Self
 
 import msgspec
@@ -35,6 +36,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A whole restore session."""
     members_timeout_s: float = 300.0
     """How long a push waits for ``members_min`` engines."""
+    ranks_timeout_s: float = 600.0
+    """How long a push of some ranks waits for the others to call ``push`` too."""
     owners_timeout_s: float = 120.0
     """How long a push waits for an owner whose connection was lost."""
     push_timeout_s: float = 7200.0
@@ -67,7 +70,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @classmethod
     def of(cls, values: dict[str, object]) -> Self:
         """Settings from a plain mapping; RefusedError names an unknown key or a value of the wrong type."""
+        if not isinstance(values, dict):
+            raise RefusedError(f"settings must be a Settings or a dict of some of its fields, not {values!r}")
         try:
             return msgspec.convert(values, cls)
         except msgspec.ValidationError as e:
-            raise RefusedError(f"settings: {e}") from e
+            unknown = [k for k in values if k not in cls.__struct_fields__]
+            near = [m for k in unknown for m in difflib.get_close_matches(str(k), cls.__struct_fields__, 1)]
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise RefusedError(f"settings: {e}{hint}") from e

@@ -59,6 +59,7 @@ class Spoke:
         self._stage = "starting"
         self._trouble = "nothing went wrong yet"
         self._sock: socket.socket | None = None
+        self._address = ""
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"dcr-spoke {peer}", daemon=True)
         self._thread.start()
@@ -69,6 +70,11 @@ class Spoke:
         link = self._link
         return link is not None and not link.lost
 
+    @property
+    def trouble(self) -> str:
+        """What last stood in the way of a connection."""
+        return self._trouble
+
     def send(self, message: bytes) -> bool:
         """Queue a message to the hub without waiting; False if not connected, which a full queue leads to.
 
@@ -77,6 +83,12 @@ class Spoke:
         """
         link = self._link
         return link is not None and link.send(message)
+
+    def follow(self) -> None:
+        """Leave a hub that ``resolve`` no longer names, for the one that it names now."""
+        link, at = self._link, self._address
+        if link is not None and (address := self._resolve()) is not None and address != at:
+            link.drop(f"the hub is now at {address}")
 
     def wait_connected(self, timeout_s: float) -> None:
         """Wait for a connection.
@@ -136,6 +148,7 @@ class Spoke:
         address = self._resolve()
         if address is None:
             raise ChannelError("no hub is registered")
+        self._address = address
         host, _, port = address.rpartition(":")
         check_loopback(host)
         self._stage = f"connecting to the hub at {address}"

@@ -1,7 +1,7 @@
 """A plain torch model as an engine: its storage, its gate, and the checkpoint that it was loaded from."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,10 +12,12 @@ from dcr.data_plane.loader_path import LoaderPath
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
+from dcr.rollout.readback import LoadWeights, Readback
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.rank_host import RankHost
 
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[str] | None]
+_NAMED_MAX = 4
+"""How many tensors a warning names."""
 
 
 class TorchEngine:
@@ -29,7 +31,8 @@ class TorchEngine:
             default ``model.load_weights``.
         name: names the engine in errors.
         checkpoint: folder of the safetensors checkpoint that the loader was fed; None if it was fed nothing that is
-            kept, and then the engine is restored before it serves.
+            kept, and then the engine is restored before it serves.  Storage is compared with it once: a module that
+            was never loaded, or was loaded from elsewhere, is restored too.
         reset_caches: drops what was computed with older weights.
         gate_wait_s: how long a request waits at the closed gate, seconds.
         observe: called with every protocol step of the rank.
@@ -63,7 +66,12 @@ class TorchEngine:
         def storage(specs: Sequence[TensorSpec]) -> LoaderPath:
             return LoaderPath(model, loader, specs)
 
-        self._rank = RankHost(storage, state_incarnation=time.time_ns(), observe=observe)
+        def not_loaded() -> str:
+            readback = Readback(model)
+            readback.run(loader, self.checkpoint_tensors() or ())
+            return "; ".join(str(finding) for finding in readback.findings[:_NAMED_MAX])
+
+        self._rank = RankHost(storage, state_incarnation=time.time_ns(), observe=observe, not_loaded=not_loaded)
 
     @property
     def version(self) -> int | None:

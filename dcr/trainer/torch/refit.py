@@ -20,6 +20,7 @@ from dcr.runtime.owner_host import OwnerHost
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
+from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.source import TorchSource
 
 
@@ -35,7 +36,8 @@ class RefitReport:
         version: the version now committed.
         kind: kind of the attempt that committed: relative, absolute or dense.
         attempts: attempts that this push took.
-        failures: what stopped the attempts before the last, and what went wrong after the commit.
+        failures: what stopped the attempts before the last.
+        warnings: what went wrong after the commit; the version stands all the same.
         members: names of the engines that hold the version.
         changed_entries: elements sent.
         elements: elements of the checkpoint.
@@ -49,6 +51,7 @@ class RefitReport:
     kind: str
     attempts: int
     failures: tuple[str, ...]
+    warnings: tuple[str, ...]
     members: tuple[str, ...]
     changed_entries: int
     elements: int
@@ -93,17 +96,13 @@ class TrainerRefit:
         self.source = TorchSource(
             model, save_path=save_path, process_group=process_group, chunk_elements=bounds.chunk_elements
         )
-        distributed = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank(process_group) if distributed else 0
-        owners = [self.source.owner]
-        if distributed:
-            owners = [""] * dist.get_world_size(process_group)
-            dist.all_gather_object(owners, self.source.owner, group=process_group)
         self._control = open_control_plane(control)
         self._delivery = open_delivery(delivery)
         secret = load_or_create_secret(secret_path(control))
+        ranks = Ranks(process_group)
+        owners: list[str] = ranks.gather(self.source.owner)
         self._coordinator: CoordinatorHost | None = None
-        if rank == 0:
+        if ranks.rank == 0:
             self._coordinator = CoordinatorHost(
                 record_id=record_id,
                 leader=f"leader-{time.time_ns():x}-{secrets.token_hex(4)}",
@@ -114,10 +113,12 @@ class TrainerRefit:
                 settings=bounds,
                 observe=observe,
             )
+        address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
         self._host = OwnerHost(
             self.source,
             incarnation=time.time_ns(),
             record_id=record_id,
+            coordinator=address,
             control=self._control,
             delivery=self._delivery,
             secret=secret,
@@ -189,6 +190,7 @@ def _report(outcome: Outcome, wall_s: float) -> RefitReport:
         kind=str(s["kind"]),
         attempts=count("attempts"),
         failures=names("failures"),
+        warnings=names("warnings"),
         members=names("members"),
         changed_entries=count("changed_entries"),
         elements=count("elements"),

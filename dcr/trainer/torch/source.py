@@ -169,8 +169,8 @@ class TorchSource:
         if digest != expected:
             raise CandidateChangedError(
                 f"owner {self.owner}: the folded weights digest to {digest.hex()}, the committed candidate to "
-                f"{expected.hex()}; the weights were stepped between detection and fold. The baseline is lost: order a "
-                "dense attempt next, and keep the optimizer from stepping until every owner has folded"
+                f"{expected.hex()}; the weights were stepped between detection and fold. The baseline is lost, so the "
+                "next push sends every element; keep the optimizer from stepping until push() returns"
             )
 
     def gather_state(self) -> dict[str, torch.Tensor] | None:

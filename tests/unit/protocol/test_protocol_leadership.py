@@ -52,7 +52,7 @@ def test_another_leader_ends_this_one(how: str) -> None:
     else:
         at.c.unknown(w.operation_id)
         at.do(at.c.record_read(at.revision + 1, other, "other"))
-    assert "leads no more" in at.fatal
+    assert "another trainer leads record" in at.fatal
     at.take()
     at.prepared("a")
     at.push(3)
