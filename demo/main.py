@@ -241,6 +241,9 @@ def main() -> int:
         demo.start()
         for number in range(1, REFITS + 1):
             demo.refit(number)
+    except KeyboardInterrupt:
+        print("demo interrupted", file=sys.stderr)
+        return 130
     except DemoError as e:
         print(f"demo failed: {e}", file=sys.stderr)
         return 1

@@ -39,6 +39,10 @@ from dcr.runtime.spoke import Spoke
 _log = logging.getLogger("dcr.owner")
 
 
+class OwnerError(DcrError):
+    """This rank's owner failed in a way that it does not know; the push on this rank cannot go on."""
+
+
 class PushTimeoutError(DcrError):
     """A push did not end in time on this rank; what became of it is in the commit record."""
 
@@ -94,6 +98,7 @@ class OwnerHost:
         self._push = 0
         self._waiting = False
         self._outcome: Outcome | None = None
+        self._fault = ""
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._events: queue.Queue[_Do] = queue.Queue(settings.events_max)
@@ -102,8 +107,6 @@ class OwnerHost:
             threading.Thread(target=self._loop, name=f"dcr-owner-{source.owner}", daemon=True),
             threading.Thread(target=self._worker, name=f"dcr-emission-{source.owner}", daemon=True),
         ]
-        for t in self._threads:
-            t.start()
         self._spoke = Spoke(
             secret,
             Peer("owner", source.owner, incarnation),
@@ -111,6 +114,8 @@ class OwnerHost:
             resolve=lambda: coordinator,
             on_connect=lambda: self._post(self._connected),
         )
+        for t in self._threads:  # last: what they carry out needs everything above
+            t.start()
 
     # ------------------------------------------------------------ for the trainer
 
@@ -123,19 +128,26 @@ class OwnerHost:
 
         Raises:
             PushTimeoutError: no outcome within ``push_timeout_s``.
+            OwnerError: something unforeseen failed on this rank.
+            RefusedError: this owner is closed.
         """
         with self._changed:
             self._check_open()
             self._push += 1
             self._outcome = None
+            self._fault = ""
             self._waiting = True
         self._post(self._ready)
         with self._changed:
-            self._changed.wait_for(lambda: self._outcome or self._stop.is_set(), self._settings.push_timeout_s)
+            self._changed.wait_for(
+                lambda: self._outcome or self._fault or self._stop.is_set(), self._settings.push_timeout_s
+            )
             self._waiting = False
             outcome = self._latest()
             if outcome is None:
                 self._check_open()
+                if self._fault:
+                    raise OwnerError(f"{self._source.owner}: {self._fault}; its log has the whole story")
                 raise PushTimeoutError(
                     f"{self._source.owner}: push {self._push} has no outcome after {self._settings.push_timeout_s} s; "
                     f"connected to the coordinator: {self._spoke.connected}"
@@ -177,8 +189,11 @@ class OwnerHost:
                 self._do(event.act())
             except RefusedError as e:
                 _log.warning("refused: %s", e)
-            except Exception:  # noqa: BLE001 - the next order may still be obeyed
+            except Exception as e:  # noqa: BLE001 - told to whoever waits; the next order may still be obeyed
                 _log.exception("owner %s", self._source.owner)
+                with self._changed:
+                    self._fault = f"{type(e).__name__}: {e}"
+                    self._changed.notify_all()
 
     def _worker(self) -> None:
         while not self._stop.is_set():

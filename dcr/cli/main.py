@@ -1,0 +1,56 @@
+"""Entry of the `dcr` command.
+
+Every command takes `--json`: one JSON object, with at least `command` and `ok`, on the last line of standard output.
+Exit status: 0 all is as it should be; 1 something is not; 2 the command line is wrong; 3 the command could not do its
+work (a missing tool, an input that was refused), which proves nothing.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from dcr.cli import spec
+from dcr.protocol.errors import DcrError
+
+FAILED = 1
+IMPOSSIBLE = 3
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `dcr`."""
+    root = argparse.ArgumentParser(
+        prog="dcr",
+        description="Delta-compressed, bit-exact refit of running rollout engines.",
+        epilog="`dcr COMMAND --help` explains a command.",
+    )
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    spec.add(commands)
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit status, see the head of this file.
+    """
+    options = parser().parse_args(arguments)
+    name = options.command_name
+    try:
+        report = options.run(options)
+    except DcrError as error:
+        print(f"dcr {name}: {error}", file=sys.stderr)  # noqa: T201 -- what a command says
+        report = {"ok": False, "error": str(error)}
+        status = IMPOSSIBLE
+    else:
+        status = 0 if report["ok"] else FAILED
+    if options.json:
+        line = msgspec.json.encode({"command": name, **report}).decode()
+        print(line, flush=True)  # noqa: T201 -- what a command says
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""`dcr spec`: the protocol's TLA+ specification, checked, simulated, mutated and turned into traces."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+SPEC = Path("spec/tla")
+SAVE = Path("run/spec")
+
+_DESCRIPTION = """\
+The protocol is written in TLA+ in spec/tla; manifest.json there lists its models (configurations small enough to
+explore) with what checking each must give, and one-line bugs that they must notice.  A change of the protocol starts
+there:
+
+  dcr spec check                    the quick models, every reachable state of each
+  dcr spec check --set full         all models
+  dcr spec check MODEL --coverage   one model, and which actions it never takes
+  dcr spec mutants                  that each property notices the bugs it is there for
+  dcr spec simulate MODEL           random behaviours of a model that is too large to explore
+  dcr spec traces MODEL --out F     behaviours as ITF, for replay against the code
+
+A counterexample is printed as a story and saved as ITF.  TLC is installed with dcr.  Apalache (--checker apalache) is
+used where apalache-mc is on PATH; where it is not, the command says so and fails."""
+
+
+def say(text: str) -> None:
+    """One piece of a report, at once: a run takes minutes."""
+    print(text, flush=True)  # noqa: T201 -- what a command says
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _command(commands: Any, name: str, run: Any, summary: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
+    parser.set_defaults(run=run, command_name=f"spec {name}")
+    parser.add_argument("--spec", type=Path, default=SPEC, metavar="DIR", help=f"folder of manifest.json ({SPEC})")
+    parser.add_argument("--heap", default="3g", metavar="SIZE", help="Java heap of the checker (3g)")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
+    return parser
+
+
+def _exploring(parser: argparse.ArgumentParser) -> None:
+    workers = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=_count, default=workers, metavar="N", help=f"TLC's threads ({workers})")
+
+
+def _checker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checker", choices=("tlc", "apalache"), default="tlc", help="which model checker (tlc)")
+
+
+def _saving(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save", type=Path, default=SAVE, metavar="DIR", help=f"where counterexamples go ({SAVE})")
+
+
+def _sampling(parser: argparse.ArgumentParser, behaviours: int) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model of the manifest")
+    parser.add_argument(
+        "--behaviours", type=_count, default=behaviours, metavar="N", help=f"behaviours to take ({behaviours})"
+    )
+    parser.add_argument("--depth", type=_count, default=60, metavar="N", help="states of a behaviour at most (60)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="same seed, same behaviours, with TLC (1)")
+
+
+def add(commands: Any) -> None:
+    """Add `spec` and its commands to the command line."""
+    spec = commands.add_parser(
+        "spec",
+        help="check the protocol's TLA+ specification",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    inner = spec.add_subparsers(dest="spec_command", required=True, metavar="COMMAND")
+    check = _command(
+        inner,
+        "check",
+        _check,
+        "check models against what the manifest expects",
+        "Check that the modules are typed and free of what Apalache refuses, then run models: every reachable state "
+        "(TLC), or every execution up to the manifest's length (Apalache).  A model whose expected result is a "
+        "violation proves that an interesting state can be reached.",
+    )
+    check.add_argument("models", nargs="*", metavar="MODEL", help="models of the manifest (all of the set)")
+    check.add_argument("--set", choices=("quick", "full"), default="quick", help="which models without MODEL (quick)")
+    check.add_argument("--coverage", action="store_true", help="name the actions that a model never takes (TLC)")
+    _checker(check)
+    _exploring(check)
+    _saving(check)
+    simulate = _command(
+        inner,
+        "simulate",
+        _simulate,
+        "check random behaviours of a model",
+        "Take random behaviours and check the model's properties along them.  Finding nothing proves nothing.",
+    )
+    _sampling(simulate, 200)
+    _checker(simulate)
+    _saving(simulate)
+    simulate.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds at most (600)")
+    traces = _command(
+        inner,
+        "traces",
+        _traces,
+        "write random behaviours of a model as ITF",
+        "Take random behaviours with TLC and write them to one compressed file, an ITF document a line "
+        "(.itf.jsonl.zst).  The specification should have a variable `step`, a record whose field `name` says which "
+        "action was taken: TLC's files do not.",
+    )
+    _sampling(traces, 1000)
+    traces.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+    traces.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds at most (600)")
+    mutants = _command(
+        inner,
+        "mutants",
+        _mutants,
+        "make one-line bugs and see that they are caught",
+        "Make each bug of the manifest in a private copy of the folder and run the model that must notice it.",
+    )
+    mutants.add_argument("mutants", nargs="*", metavar="MUTANT", help="mutants of the manifest (all)")
+    _exploring(mutants)
+
+
+def _check(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_check  # noqa: PLC0415 -- `dcr --help` must not load parsers and checkers
+
+    return spec_check.check(options)
+
+
+def _simulate(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_sample  # noqa: PLC0415 -- as above
+
+    return spec_sample.simulate(options)
+
+
+def _traces(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_sample  # noqa: PLC0415 -- as above
+
+    return spec_sample.traces(options)
+
+
+def _mutants(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_check  # noqa: PLC0415 -- as above
+
+    return spec_check.mutants(options)

@@ -1,0 +1,115 @@
+"""`dcr spec simulate` and `dcr spec traces`: random behaviours of a model."""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dcr.cli import counterexample
+from dcr.cli.spec import say
+from dcr.modelcheck import apalache, tlc
+from dcr.modelcheck.manifest import ManifestError, Model, load_manifest
+from dcr.modelcheck.model_run import meets
+from dcr.modelcheck.source import variable_types
+from dcr.modelcheck.story import STEP
+from dcr.modelcheck.trace import Trace
+from dcr.modelcheck.trace_set import write_traces
+from dcr.modelcheck.values import Function, State, Value
+from dcr.protocol.errors import RefusedError
+
+
+def _sample(options: argparse.Namespace, model: Model) -> tlc.TlcResult:
+    return tlc.run(
+        options.spec / model.module,
+        options.spec / model.config,
+        heap=options.heap,
+        timeout_s=options.timeout_s,
+        simulate=tlc.Simulation(options.behaviours, options.depth, options.seed),
+    )
+
+
+def _taken(state: State) -> Value:
+    record = state.get(STEP)
+    return record.get("name", "") if isinstance(record, Function) else ""
+
+
+def _found(options: argparse.Namespace, model: Model) -> tuple[str, str, Trace | None, int]:
+    """(verdict, message, counterexample, behaviours) of a simulation."""
+    if options.checker == "tlc":
+        result = _sample(options, model)
+        return result.verdict, result.message, result.trace, len(result.behaviours)
+    bounds = model.apalache
+    if bounds is None:
+        raise ManifestError(f"model {model.name}: the manifest does not say how Apalache checks it (key `apalache`)")
+    said = apalache.simulate(
+        options.spec / model.module,
+        length=options.depth,
+        max_run=options.behaviours,
+        cinit=bounds.cinit,
+        inv=bounds.inv,
+        heap=options.heap,
+        timeout_s=options.timeout_s,
+    )
+    return str(said.outcome), said.message, said.trace, len(said.examples)
+
+
+def simulate(options: argparse.Namespace) -> dict[str, Any]:
+    """Simulate a model; what the manifest expects of it, or finding nothing, is in order.
+
+    Raises:
+        DcrError: The manifest is refused, a tool is missing, or a checker came to no verdict.
+    """
+    model = load_manifest(options.spec).model(options.model)
+    verdict, message, trace, behaviours = _found(options, model)
+    expected = "violation" if options.checker == "apalache" and model.expect != "ok" else model.expect
+    ok = verdict == "ok" or meets(expected, verdict)
+    say(f"{'ok' if ok else 'WRONG':5}  {model.name}: {verdict}, {behaviours} behaviours")
+    if message and not ok:
+        say(f"       {message}")
+    path, itf = Path(options.save) / f"{model.name}.itf.json", None
+    if trace is not None:
+        source = f"{options.checker} simulation"
+        itf = counterexample.keep(trace, options.spec / model.module, path, source, story=True)
+    return {
+        "ok": ok,
+        "checker": options.checker,
+        "model": model.name,
+        "verdict": verdict,
+        "message": message,
+        "behaviours": behaviours,
+        "itf": itf,
+    }
+
+
+def traces(options: argparse.Namespace) -> dict[str, Any]:
+    """Write behaviours of a model as ITF; behaviours that occur twice are written once.
+
+    Raises:
+        DcrError: The manifest is refused, a tool is missing, or a property was violated on the way: nothing is written.
+    """
+    model = load_manifest(options.spec).model(options.model)
+    types = variable_types(options.spec / model.module)
+    result = _sample(options, model)
+    if result.outcome is not tlc.Outcome.OK:
+        raise RefusedError(
+            f"model {model.name}: {result.verdict} on the way: {result.message}\n"
+            f"no traces were written; see `dcr spec simulate {model.name}`"
+        )
+    distinct = {tuple(tuple(step.state.items()) for step in trace.steps): trace for trace in result.behaviours}
+    chosen = list(distinct.values())
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    size = write_traces(options.out, chosen, types, f"tlc simulation of {model.name}, seed {options.seed}")
+    actions = Counter(str(_taken(step.state)) for trace in chosen for step in trace.steps[1:])
+    states = sum(trace.length for trace in chosen)
+    say(f"{len(chosen)} traces, {states} states, {size:,} bytes: {options.out}")
+    for action, times in sorted(actions.items()):
+        say(f"  {times:8}  {action or '(no variable step)'}")
+    return {
+        "ok": True,
+        "model": model.name,
+        "out": str(options.out),
+        "traces": len(chosen),
+        "states": states,
+        "bytes": size,
+        "actions": dict(sorted(actions.items())),
+    }
