@@ -394,10 +394,15 @@ class Coordinator(Conductor):
         return [step, *(self._stop() if fatal else self._proceed())]
 
     def _why_stopped(self) -> str:
+        attempts: dict[str, list[str]] = {}
+        for failure in self._failures:
+            attempt, _, reason = failure.partition(": ")
+            attempts.setdefault(reason, []).append(attempt)
+        what = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in attempts.items())
         return (
             "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
             "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
-            f"What happened: {'; '.join(self._failures[-8:])}"
+            f"What happened: {what}"
         )
 
     # ------------------------------------------------------------ after the commit
