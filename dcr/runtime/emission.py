@@ -8,10 +8,10 @@ from typing import TypeVar
 from dcr.data_plane.bucket import pack
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.encode import to_item
-from dcr.data_plane.item import Item, Operation
+from dcr.data_plane.item import Change, Item, Operation
 from dcr.data_plane.payload import encode_payload, payload_digest
 from dcr.delivery.interface import Delivery, payload_key
-from dcr.protocol.errors import RefusedError
+from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, SealedPayload
 from dcr.protocol.messages import Emit
 from dcr.runtime.source import Source
@@ -42,6 +42,9 @@ class Emission:
         self._incarnation = incarnation
         self._delivery = delivery
         self._bucket_bytes = bucket_bytes
+        self._changes: Iterator[Change] = iter(())
+        self.found: ContentDigest | None = None
+        """The candidate's content, if this emission found it, whether or not it came to its end."""
 
     def run(self, candidate_digest: ContentDigest | None = None) -> Manifest:
         """Emit everything and return the manifest, which is not delivered yet.
@@ -57,6 +60,33 @@ class Emission:
         if candidate_digest is not None and o.base.kind is not Kind.RESTORE:
             self._check_candidate(candidate_digest)
         payloads: list[SealedPayload] = []
+        try:
+            self._deliver(payloads)
+        except (CancelledError, DcrError):
+            if payloads:
+                self._finish_detection()
+            raise
+        restore = o.base.kind is Kind.RESTORE
+        digest = self._source.baseline_digest if restore else self._source.candidate_digest
+        assert digest is not None
+        if not restore:
+            self.found = digest
+        return Manifest(
+            record_id=o.record_id,
+            target=o.target,
+            epoch=o.epoch,
+            owner=self._source.owner,
+            owner_incarnation=self._incarnation,
+            base=o.base,
+            payloads=tuple(payloads),
+            content_digest=digest.hex(),
+            changed_entries=sum(p.entries for p in payloads),
+            owned_elements=self._source.owned_elements,
+        )
+
+    def _deliver(self, payloads: list[SealedPayload]) -> None:
+        """Deliver payload by payload; what was delivered is in the list, whatever stops it."""
+        o = self.order
         for items in self._timed(pack(self._items(), self._bucket_bytes), "detect"):
             if self.cancelled.is_set():
                 raise CancelledError
@@ -71,21 +101,13 @@ class Emission:
             self.seconds["deliver"] += time.perf_counter() - encoded
             entries = sum(i.entries for i in items)
             payloads.append(SealedPayload(identity.sequence, payload_digest(data), entries, len(data)))
-        restore = o.base.kind is Kind.RESTORE
-        digest = self._source.baseline_digest if restore else self._source.candidate_digest
-        assert digest is not None
-        return Manifest(
-            record_id=o.record_id,
-            target=o.target,
-            epoch=o.epoch,
-            owner=self._source.owner,
-            owner_incarnation=self._incarnation,
-            base=o.base,
-            payloads=tuple(payloads),
-            content_digest=digest.hex(),
-            changed_entries=sum(p.entries for p in payloads),
-            owned_elements=self._source.owned_elements,
-        )
+
+    def _finish_detection(self) -> None:
+        """Learn the candidate's content although nothing more is sent: what was sent may have torn members with it."""
+        if self.order.base.kind is not Kind.RESTORE:
+            for _ in self._timed(self._changes, "detect"):
+                pass
+            self.found = self._source.candidate_digest
 
     def _check_candidate(self, expected: ContentDigest) -> None:
         """Refuse weights that were stepped since an earlier attempt, before a payload of them leaves (DESIGN D10).
@@ -105,7 +127,8 @@ class Emission:
     def _items(self) -> Iterator[Item]:
         set_only = frozenset(self.order.set_only)
         relative = Operation(self.order.operation)
-        for change in self._source.changes(self.order.base.kind):
+        self._changes = self._source.changes(self.order.base.kind)
+        for change in self._changes:
             if change.indices.numel():
                 yield to_item(change, self.order.base.kind, change.spec.name not in set_only, relative)
 

@@ -12,7 +12,7 @@ from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
-from dcr.protocol.identity import Kind, Manifest, encode_manifest
+from dcr.protocol.identity import Manifest, encode_manifest
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
@@ -267,17 +267,19 @@ class OwnerHost:
         epoch = emission.order.epoch
         if emission.cancelled.is_set():
             return
+        candidate = emission.order.base.candidate
         try:
-            manifest = emission.run(self._found.get(emission.order.base.candidate))
+            manifest = emission.run(self._found.get(candidate))
         except CancelledError:
             return
         except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the epoch by its name
             reason, fatal = f"{self._source.owner}: {type(e).__name__}: {e}", isinstance(e, RefusedError)
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
             return
+        finally:
+            if emission.found is not None:
+                self._found = {candidate: emission.found}
         self._seconds = dict(emission.seconds)
-        if emission.order.base.kind is not Kind.RESTORE:
-            self._found = {emission.order.base.candidate: ContentDigest.from_hex(manifest.content_digest)}
         self._post(lambda: self._role.emitted(manifest))
 
     def _seal(self, m: Manifest) -> None:

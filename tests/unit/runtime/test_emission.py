@@ -121,6 +121,12 @@ def test_a_cancelled_emission_delivers_nothing_more(tmp_path):
         emission.run()
     assert len(delivered) == 1
     assert s.store.keys("r/") == delivered
+    # What left may have torn a member: the content it was part of is known all the same, and binds the next attempt.
+    s.store.put = put
+    assert s.emission(Kind.ABSOLUTE, epoch=2).run(emission.found).content_digest == emission.found.hex()
+    s.policy.step(2)
+    with pytest.raises(RefusedError, match="candidate changed"):
+        s.emission(Kind.ABSOLUTE, epoch=3).run(emission.found)
 
 
 def test_stepped_weights_are_refused_before_a_payload_leaves(tmp_path):
