@@ -142,7 +142,8 @@ class _Learner:
     def __init__(self, model: nn.Module, load: Load, specs: Sequence[TensorSpec], device: torch.device) -> None:
         self._residents = Residents(model)
         self._load = load
-        self._specs = specs
+        self._specs = [s for s in specs if s.numel]
+        self._empty = [s for s in specs if not s.numel]  # nothing of them is ever sent
         self._device = device
         self._snapshot: Snapshot | None = None
         self._consulted: dict[str, frozenset[Region]] = {}
@@ -176,6 +177,7 @@ class _Learner:
         classes = {
             s.name: LoaderClass.REFUSED if s.name in reasons else _class_of(learned[s.name]) for s in self._specs
         }
+        classes |= {s.name: LoaderClass.SKIPPED for s in self._empty}
         kept = {n: one for n, one in learned.items() if n not in reasons and one.writes}
         return Prewarm(classes, reasons, kept, frozenset(r for n in kept for r in self._consulted[n]))
 

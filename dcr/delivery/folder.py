@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,11 +65,16 @@ class FolderDelivery:
         check_key(key)
         with self._errors(f"reading {key}"):
             try:
-                descriptor = os.open(self._root / key, os.O_RDONLY | os.O_NOFOLLOW)
+                # Without waiting: opening a pipe would wait for its writer.
+                descriptor = os.open(self._root / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError):
                 return None
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                os.close(descriptor)
+                raise DeliveryError(f"object {key} in {self._root}: not a regular file; remove it")
             with os.fdopen(descriptor, "rb") as file:
-                size = os.fstat(descriptor).st_size
+                size = status.st_size
                 if size > size_max:
                     raise RefusedError(f"object {key} in {self._root}: {size} bytes, more than the {size_max} allowed")
                 data = file.read(size)

@@ -144,6 +144,8 @@ class Conductor(Leader):
 
     def _member_failed(self, engine: Engine, report: AttemptFailed) -> list[Effect]:
         engine.state = report.state
+        if self.phase is Phase.ATTEMPT and self._in_session(report.epoch) is not None:
+            engine.attempt_failures += 1
         return self._out_of_session(Member(report.engine, report.incarnation), report.reason, report.epoch)
 
     def _out_of_session(self, m: Member, reason: str, epoch: int | None = None) -> list[Effect]:
@@ -178,7 +180,10 @@ class Conductor(Leader):
     def _why_late(self, s: Session) -> str:
         """Why a time-out ran out; members that let it pass, with nobody else to blame, count as silent."""
         waiting, reason = s.late
-        if not s.restore:
-            for e in filter(None, map(self.fleet.of, waiting)):
+        for m in waiting:
+            e = self.fleet.of(m)
+            if s.restore:
+                self._restore_failed(m, f"time-out: {reason}")
+            elif e is not None:
                 e.silent = True
         return f"time-out: {reason}"

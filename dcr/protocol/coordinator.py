@@ -26,11 +26,16 @@ from dcr.protocol.messages import (
     Sealed,
     Serving,
     StorageState,
+    Withdraw,
+    cut,
 )
 from dcr.protocol.record import CommitRecord, Member, OpenTransition
 from dcr.protocol.seats import Seat, Seats
 from dcr.protocol.session import Session
 from dcr.protocol.step import Step
+
+MESSAGES_MAX = 64
+"""Most failures, and most warnings, that an outcome tells of."""
 
 
 class Coordinator(Conductor):
@@ -83,6 +88,7 @@ class Coordinator(Conductor):
         self._failures: list[str] = []
         self._warnings: list[str] = []
         self._abandoning = False
+        self._resting = False  # a restore failed a moment ago
         self._dense_only = False
 
     # ------------------------------------------------------------ reports of owners
@@ -100,8 +106,13 @@ class Coordinator(Conductor):
             case CandidateReady():
                 if report.push <= seat.done and self._outcome is not None:
                     return [self._tell(report.owner, self._outcome)]  # it may have been lost with a connection
-                seat.ready = report.push
-                return self._proceed()
+                given_up, seat.ready = seat.ready, report.push
+                return self._proceed() if given_up in (0, report.push) else self._withdrawn(report.owner, given_up)
+            case Withdraw():
+                if seat.ready != report.push:
+                    return []
+                seat.ready = 0
+                return self._withdrawn(report.owner, report.push)
             case Sealed():
                 return self._sealed(report)
             case EmitFailed():
@@ -109,8 +120,17 @@ class Coordinator(Conductor):
             case Folded():
                 return self._folded(seat, report)
 
+    def _withdrawn(self, owner: str, push: int) -> list[Effect]:
+        """A push was given up on a rank: the weights there may be others by now, so its candidate is dropped (D10)."""
+        self._abandoning = True
+        if self.phase is Phase.ATTEMPT:
+            return self._session_failed(f"{owner} gave push {push} up")
+        return self._proceed()
+
     def owner_lost(self, owner: str, incarnation: int) -> list[Effect]:
         """An owner's connection ended."""
+        if owner not in self._seats:
+            return []  # of an older trainer with more ranks
         seat = self._seats[owner]
         if seat.incarnation != incarnation or not seat.connected:
             return []
@@ -194,6 +214,8 @@ class Coordinator(Conductor):
         match reason:
             case "OpenAttempt":
                 self.phase = Phase.ATTEMPT
+                if self._session is not None and self._session.pushes != self._pushes:
+                    return self._session_failed("a rank gave its push up")
                 return self._start_session()
             case "OpenRestore":
                 self.phase = Phase.RESTORING
@@ -218,6 +240,7 @@ class Coordinator(Conductor):
         """The timer that was started under this number ran out."""
         if number != self._timer or self.phase is Phase.FATAL:
             return []
+        self._timer += 1  # spent: whoever waits again starts another
         s = self._session
         if self.phase in (Phase.ATTEMPT, Phase.RESTORING) and s is not None:
             return self._session_failed(self._why_late(s))
@@ -227,6 +250,9 @@ class Coordinator(Conductor):
                 self._seats[owner].baseline_digest = ""
                 effects += self._fold_ended(owner, "time-out: no answer to the order to fold")
             return effects
+        if self.phase is Phase.IDLE and self._resting:
+            self._resting = False
+            return self._proceed()
         if self.phase is Phase.IDLE and self._seats.ready:
             self._failures.append(f"time-out: {self._why_waiting()}")
             if self._k.open is not None and not self._k.open.stopped:
@@ -245,6 +271,10 @@ class Coordinator(Conductor):
         )
 
     # ------------------------------------------------------------ what to do next
+
+    @property
+    def _pushes(self) -> dict[str, int]:
+        return {name: seat.ready for name, seat in self._seats}
 
     @property
     def _baseline_held(self) -> bool:
@@ -268,7 +298,7 @@ class Coordinator(Conductor):
         holding = tuple(e.member for e in joining if e.holds_committed(self._k))
         if holding:
             return self._cas(self._k.admit(holding), "Admit")
-        if joining and self._baseline_held and not self._seats.missing:
+        if joining and self._baseline_held and not self._seats.missing and not self._resting:
             return self._open_restore(joining)
         return []
 
@@ -298,7 +328,7 @@ class Coordinator(Conductor):
         if self._seats.missing:
             return self._wait("owners", self._why_waiting())
         chosen = self._choose_kind(counted)
-        if chosen is None and self.fleet.forgive_silent():
+        if chosen is None and self.fleet.forgive():
             chosen = self._choose_kind(counted)  # better the same engines once more, within attempts_max, than none
         if chosen is None:
             # Too few engines: restore some first, if there are any to restore, or wait for one to come.
@@ -334,6 +364,7 @@ class Coordinator(Conductor):
             owners=self._seats.refs,
             operation=operation,
             set_only=tuple(sorted({name for e in engines for name in e.join.set_only})),
+            pushes=self._pushes,
         )
 
     def _choose_kind(self, attempts: int) -> tuple[Base, list[Engine]] | None:
@@ -382,12 +413,13 @@ class Coordinator(Conductor):
         s = self._session
         assert s is not None
         if s.restore:
-            for m in sorted(s.members):
-                self._restore_failed(m, reason)
-            told = self._tell_refused([self.fleet.engines[m.engine] for m in sorted(s.members)])
+            told = self._tell_refused(filter(None, map(self.fleet.of, sorted(s.members))))
             self._session = None
             self.phase = Phase.IDLE
-            return [Step(self.leader, "EndRestore", s.epoch, reason), *told, *self._proceed()]
+            # Owners that could not serve it, or a store that could not hold it, are left alone for a while.
+            self._resting = True
+            effects = [Step(self.leader, "EndRestore", s.epoch, reason), *told, *self._start_timer("restore_pause")]
+            return effects + self._proceed()
         self._failures.append(f"{s.base.kind.value} attempt of epoch {s.epoch}: {reason}")
         self.phase = Phase.IDLE
         step = Step(self.leader, "AttemptFailed", s.epoch, reason)
@@ -442,16 +474,20 @@ class Coordinator(Conductor):
         s = self._session
         epoch = self._k.epoch if s is None else s.epoch
         summary = {} if s is None or error else s.summary(self._budget_from or 0)
-        summary |= {"failures": list(self._failures), "warnings": list(self._warnings)}
-        self._outcome = Outcome(self.record_id, epoch, self._k.version, self._candidate, error, summary)
-        # An owner that restarted after the commit may wait with other weights already: this is not its push.
-        took_part = {} if s is None or error else {o.owner: o.incarnation for o in s.owners}
+        summary |= {"failures": self._failures[-MESSAGES_MAX:], "warnings": self._warnings[-MESSAGES_MAX:]}
+        self._outcome = Outcome(self.record_id, epoch, self._k.version, self._candidate, cut(error), summary)
+        # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
+        took_part = {} if s is None or error else {o.owner: (o.incarnation, s.pushes[o.owner]) for o in s.owners}
         effects: list[Effect] = []
         for name, seat in self._seats:
-            if seat.ready and took_part.get(name, seat.incarnation) == seat.incarnation:
+            pushed = (seat.incarnation, seat.ready)
+            if seat.ready and took_part.get(name, pushed) == pushed:
                 seat.done, seat.ready = seat.ready, 0
                 effects.append(self._tell(name, self._outcome))
+        for e in self.fleet.engines.values():
+            e.attempt_failures = 0
         self._session = None
+        self._resting = False
         self._budget_from = None
         self._dense_only = False
         return effects + self._proceed()

@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dcr.protocol.identity import Base, Kind
-from dcr.protocol.messages import CONTROL_VERSION, Join, StorageState
+from dcr.protocol.messages import CONTROL_VERSION, Join, StorageState, cut
 from dcr.protocol.receiver import admits
 from dcr.protocol.record import CommitRecord, Member
+
+ATTEMPT_FAILURES_MAX = 2
+"""An engine that fails so many attempts of one push is left out of the next, if enough others are left."""
 
 
 @dataclass
@@ -20,11 +23,18 @@ class Engine:
     """It let a time-out pass and has not been heard of since."""
     refused: str = ""
     restore_failures: int = 0
+    attempt_failures: int = 0
+    """Attempts of the push under way that it failed."""
 
     @property
     def member(self) -> Member:
         """The engine as this incarnation."""
         return Member(self.join.engine, self.join.incarnation)
+
+    @property
+    def at_fault(self) -> bool:
+        """True if attempts had better go on without it: it is silent, or failed one attempt after another."""
+        return self.silent or self.attempt_failures >= ATTEMPT_FAILURES_MAX
 
     def seen(self, record: CommitRecord) -> StorageState:
         """Its state, with the version filled in where the content digest tells it (DESIGN D2)."""
@@ -62,7 +72,9 @@ class Fleet:
         old = self.engines.get(report.engine)
         same = old is not None and old.join.incarnation == report.incarnation
         failures = old.restore_failures if old is not None and same else 0
-        e = Engine(report, report.state, refused=self._why_refused(report), restore_failures=failures)
+        refused = old.refused if old is not None and same else ""  # what was refused stays so until it restarts
+        refused = self._why_refused(report) or refused
+        e = Engine(report, report.state, refused=refused, restore_failures=failures)
         self.engines[report.engine] = e
         return e
 
@@ -73,7 +85,7 @@ class Fleet:
 
     def usable(self) -> list[Engine]:
         """Engines that answer and are not refused, by name."""
-        return [e for _, e in sorted(self.engines.items()) if e.connected and not e.silent and not e.refused]
+        return [e for _, e in sorted(self.engines.items()) if e.connected and not e.at_fault and not e.refused]
 
     def describe(self) -> str:
         """Every engine heard of, and what keeps it from taking part; for people."""
@@ -83,17 +95,17 @@ class Fleet:
                 return f"refused: {e.refused}"
             if not e.connected:
                 return "not connected"
-            return "silent" if e.silent else f"holds {_held(e.state)}"
+            return "at fault" if e.at_fault else f"holds {_held(e.state)}"
 
         known = [f"{name} ({of(e)})" for name, e in sorted(self.engines.items())]
         return ", ".join(known) or "none has come"
 
-    def forgive_silent(self) -> bool:
-        """Count connected engines that let a time-out pass as usable again; True if there were any."""
-        silent = [e for e in self.engines.values() if e.silent and e.connected]
-        for e in silent:
-            e.silent = False
-        return bool(silent)
+    def forgive(self) -> bool:
+        """Count connected engines that are at fault as usable again; True if there were any."""
+        at_fault = [e for e in self.engines.values() if e.at_fault and e.connected]
+        for e in at_fault:
+            e.silent, e.attempt_failures = False, 0
+        return bool(at_fault)
 
     def joining(self, record: CommitRecord) -> list[Engine]:
         """Usable engines that are no members, or whose storage is not the committed version."""
@@ -112,6 +124,9 @@ class Fleet:
         return tuple(o for o in self.operations if all(o in offer for offer in offers))
 
     def _why_refused(self, j: Join) -> str:
+        return cut(self._why(j))
+
+    def _why(self, j: Join) -> str:
         if j.control_version != CONTROL_VERSION:
             return f"it speaks control version {j.control_version}, the leader speaks {CONTROL_VERSION}"
         if j.wire_version != self.wire_version:

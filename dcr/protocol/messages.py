@@ -14,6 +14,18 @@ CONTROL_VERSION = 0
 """Version of the messages on this page; stated by every peer when it reports for the first time."""
 
 
+REASON_CHARS_MAX = 2000
+"""Longest reason that travels: what a loader or a store says may be of any length."""
+
+
+def cut(reason: str) -> str:
+    """A reason that fits into a message; the beginning and the end of a longer one."""
+    if len(reason) <= REASON_CHARS_MAX:
+        return reason
+    half = REASON_CHARS_MAX // 2
+    return f"{reason[:half]} ... ({len(reason) - 2 * half} characters left out) ... {reason[-half:]}"
+
+
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     pass
 
@@ -187,6 +199,14 @@ class CandidateReady(_Message, frozen=True):
     """1, 2, 3, ...: which push of this incarnation."""
 
 
+class Withdraw(_Message, frozen=True):
+    """That push was given up on its rank (time-out, interrupt): its weights are no candidate any more."""
+
+    owner: str
+    incarnation: int
+    push: int
+
+
 class Sealed(_Message, frozen=True):
     """The owner's manifest of this epoch is delivered."""
 
@@ -228,7 +248,7 @@ class Folded(_Message, frozen=True):
 
 Order = Prepare | OpenApply | Published | Refuse | Emit | Fold | Outcome
 MemberReport = Join | Prepared | Acknowledged | AttemptFailed | Serving
-OwnerReport = OwnerJoin | CandidateReady | Sealed | EmitFailed | Folded
+OwnerReport = OwnerJoin | CandidateReady | Withdraw | Sealed | EmitFailed | Folded
 Report = MemberReport | OwnerReport
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")

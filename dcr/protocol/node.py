@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.messages import OpenApply, Prepare, Published, Refuse, StorageState
+from dcr.protocol.messages import OpenApply, Prepare, Published, Refuse, StorageState, cut
 from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankState
 from dcr.protocol.record import CommitRecord, Member
 from dcr.protocol.step import Step
@@ -198,6 +198,7 @@ class Node:
 
     def gate_stuck(self, reason: str) -> list[Effect]:
         """The gate would not close, or caches would not reset: this engine cannot go on in this epoch."""
+        reason = cut(reason)
         if self.gate == "opening":
             self.gate = "closed"
             return [GiveUp(reason)]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind, Manifest
-from dcr.protocol.messages import Emit, Fold
+from dcr.protocol.messages import Emit, Fold, cut
 from dcr.protocol.record import CommitRecord
 from dcr.protocol.step import Step
 
@@ -169,6 +169,7 @@ class Owner:
 
     def emission_failed(self, epoch: int, reason: str, *, fatal: bool = False) -> list[Effect]:
         """EmitFailed: this epoch cannot be sealed."""
+        reason = cut(reason)
         if self._emitting is None or epoch != self._emitting.epoch:
             return []
         self._emitting = None
@@ -213,6 +214,7 @@ class Owner:
     def fold_failed(self, epoch: int, reason: str) -> list[Effect]:
         """LoseBaseline: what was folded is not what was committed; the next transition must be dense (D17)."""
         assert self.folding
+        reason = cut(reason)
         self.folding = False
         self.baseline_digest = ""
         self._sealed = {}

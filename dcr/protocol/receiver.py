@@ -6,7 +6,7 @@ import msgspec
 
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, manifest_root
-from dcr.protocol.messages import Prepare, StorageState
+from dcr.protocol.messages import Prepare, StorageState, cut
 from dcr.protocol.record import CommitRecord
 from dcr.protocol.step import Step
 
@@ -350,8 +350,8 @@ class Receiver:
     def _fail(self, a: _Attempt, reason: str) -> list[Effect]:
         if a.failed or a.root:
             return []
-        a.failed = reason
-        return [Step(self.name, "FailAttempt", a.order.epoch, reason), RankFailed(a.order.epoch, reason)]
+        a.failed = cut(reason)
+        return [Step(self.name, "FailAttempt", a.order.epoch, a.failed), RankFailed(a.order.epoch, a.failed)]
 
     def _complete(self, a: _Attempt) -> list[Effect]:
         if a.failed or a.root or a.synchronising or not a.applying or self._writing is not None:

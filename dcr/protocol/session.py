@@ -27,6 +27,8 @@ class Session:
     owners: tuple[OwnerRef, ...]
     operation: str
     set_only: tuple[str, ...]
+    pushes: dict[str, int]
+    """Which push of each owner offered the candidate."""
     prepared: set[Member] = field(default_factory=set)
     applying: bool = False
     roots: dict[Member, str] = field(default_factory=dict)

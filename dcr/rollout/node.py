@@ -71,18 +71,23 @@ class RolloutNode:
             raise RefusedError(f"engine {engine.name}: without a checkpoint, its canonical tensors must come as specs")
         self._control = open_control_plane(control)
         self._delivery = open_delivery(delivery)
-        self._agent = NodeAgent(
-            engine,
-            name=engine.name,
-            record_id=record_id,
-            control=self._control,
-            delivery=self._delivery,
-            secret=load_or_create_secret(secret_path(control)),
-            specs=specs,
-            loaded_digest=digest,
-            settings=bounds,
-            observe=observe,
-        )
+        try:
+            self._agent = NodeAgent(
+                engine,
+                name=engine.name,
+                record_id=record_id,
+                control=self._control,
+                delivery=self._delivery,
+                secret=load_or_create_secret(secret_path(control)),
+                specs=specs,
+                loaded_digest=digest,
+                settings=bounds,
+                observe=observe,
+            )
+        except BaseException:
+            self._control.close()
+            self._delivery.close()
+            raise
 
     @property
     def version(self) -> int | None:

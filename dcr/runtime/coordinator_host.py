@@ -29,16 +29,21 @@ from dcr.protocol.messages import (
     decode_report,
     encode_message,
 )
-from dcr.protocol.record import decode_record, encode_record
+from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
 from dcr.runtime.hub import Hub
-from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.registry import register_leader
+from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 
 _log = logging.getLogger("dcr.coordinator")
 _MEMBER_REPORTS = (Join, Prepared, Acknowledged, AttemptFailed, Serving)
+
+
+class _OwnError(Exception):
+    """The record cannot be read or written as it should be: no peer's fault, so it ends this leader."""
 
 
 class CoordinatorHost:
@@ -72,7 +77,7 @@ class CoordinatorHost:
         self._control = control
         self._delivery = delivery
         self._settings = settings
-        self._observe = observe
+        self._observe = guarded(observe)
         others = tuple(o for o in ("add", "xor") if o != settings.operation)
         self._role = Coordinator(
             record_id,
@@ -89,7 +94,7 @@ class CoordinatorHost:
         self._fatal = ""
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
-        self._hub = Hub(secret, self._heard)
+        self._hub = Hub(record_secret(secret, record_id), self._heard)
         register_leader(control, record_id, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
@@ -156,8 +161,12 @@ class CoordinatorHost:
         return self._role.owner_report(report)
 
     def _loop(self) -> None:
+        next_look = 0.0
         while not self._stop.is_set():
             wait = 0.1
+            if time.monotonic() >= next_look and not self._fatal:
+                next_look = time.monotonic() + self._settings.record_poll_s
+                self._act(self._look)
             if self._deadline is not None:
                 deadline, number = self._deadline
                 wait = min(wait, deadline - time.monotonic())
@@ -173,10 +182,12 @@ class CoordinatorHost:
     def _act(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
         try:
             effects = list(act())
-            while effects:
+            while effects and not self._fatal:  # who leads no more writes and orders nothing
                 effects = self._do(effects)
         except RefusedError as e:
             _log.warning("refused: %s", e)
+        except _OwnError as e:
+            self._lead_no_more(str(e))
         except Exception as e:  # noqa: BLE001 - told to every owner, so that no push waits in vain
             _log.exception("coordinator %s", self._leader)
             self._lead_no_more(f"the coordinator failed: {type(e).__name__}: {e}")
@@ -217,7 +228,29 @@ class CoordinatorHost:
             return self._later(e, [effects_.ReadRecord()])
         if stored is None:
             return self._role.record_read(None, None, "")
-        return self._role.record_read(stored.revision, decode_record(stored.body), stored.operation_id)
+        return self._role.record_read(stored.revision, self._decoded(stored), stored.operation_id)
+
+    def _decoded(self, stored: Stored) -> CommitRecord:
+        try:
+            return decode_record(stored.body)
+        except RefusedError as e:
+            raise _OwnError(f"record {self._record_id!r}, revision {stored.revision}: {e}") from e
+
+    def _look(self) -> list[effects_.Effect]:
+        """Another leader may have taken K over while this one had nothing to write."""
+        if self._role.record is None:
+            return []
+        try:
+            stored = self._control.read(self._record_id)
+        except ControlPlaneUnavailableError:
+            return []
+        leader = self._leader if stored is None else self._decoded(stored).leader
+        if leader != self._leader:
+            raise _OwnError(
+                f"another trainer ({leader}) leads record {self._record_id!r}; stop one of the two, or give each its "
+                "own record_id"
+            )
+        return []
 
     def _write(self, w: effects_.WriteRecord) -> list[effects_.Effect]:
         try:
@@ -236,9 +269,11 @@ class CoordinatorHost:
             )
         except UnknownOutcomeError:
             return self._role.unknown(w.operation_id)
+        except RefusedError as e:
+            raise _OwnError(f"the record could not be written ({w.reason}): {e}") from e
         except ControlPlaneUnavailableError as e:
             return self._later(e, [w])
-        if w.reason == "Commit":
+        if w.reason in ("Commit", "OpenAttempt", "OpenRestore"):
             self._sweep(w.record.epoch)
         return self._role.written(w.operation_id, stored.revision)
 
@@ -264,6 +299,8 @@ class CoordinatorHost:
         for role, name in list(self._peers):
             if role == "owner":
                 self._tell_fatal(name)
+            else:
+                self._hub.drop(self._peers[role, name], "this coordinator leads no more")
 
     def _tell_fatal(self, owner: str) -> None:
         error = f"the coordinator leads no more: {self._fatal}"

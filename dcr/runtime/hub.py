@@ -98,6 +98,13 @@ class Hub:
             seated, link = self._seats.get((peer.role, peer.name), (None, None))
         return link is not None and seated == peer and link.send(message)
 
+    def drop(self, peer: Peer, reason: str) -> None:
+        """End this incarnation's connection; it asks where the hub is before it connects again."""
+        with self._changed:
+            seated, link = self._seats.get((peer.role, peer.name), (None, None))
+        if link is not None and seated == peer:
+            link.drop(reason)
+
     def peers(self) -> list[Peer]:
         """The spokes that are connected now."""
         with self._changed:

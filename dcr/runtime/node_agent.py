@@ -31,7 +31,7 @@ from dcr.protocol.record import CommitRecord, decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.fetch import Fetch
-from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.rank_messages import (
     Answer,
     Attach,
@@ -43,6 +43,7 @@ from dcr.runtime.rank_messages import (
     encode,
 )
 from dcr.runtime.registry import leader_address
+from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
 
@@ -125,7 +126,7 @@ class NodeAgent:
         self._control = control
         self._delivery = delivery
         self._settings = settings
-        self._observe = observe
+        self._observe = guarded(observe)
         # The role starts with a closed gate; an agent before this one may have left it open.
         engine.close_gate(settings.drain_timeout_s)
         attach = Attach(name, record_id, tuple(WireSpec.of(s) for s in specs), loaded_digest)
@@ -144,7 +145,7 @@ class NodeAgent:
         self._stop = threading.Event()
         self._events: queue.Queue[_Arrived | _Connected] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
-            secret,
+            record_secret(secret, record_id),
             Peer("node", name, attached.incarnation),
             lambda data: self._events.put(_Arrived(data), timeout=settings.connect_timeout_s),
             resolve=lambda: leader_address(control, record_id),
@@ -226,12 +227,20 @@ class NodeAgent:
                     pass
                 if time.monotonic() >= next_poll:
                     next_poll = time.monotonic() + self._settings.record_poll_s
-                    if self._fetch is None and not self._failed:
-                        self._do([role.ReadRecord()])
-                        self._follow_leader()
+                    self._do([role.ReadRecord()])
+                    self._follow_leader()
         except Exception as e:  # noqa: BLE001 - told to whoever waits for the engine
             _log.exception("node agent of engine %s", self._name)
             self._give_up(f"its node agent failed: {type(e).__name__}: {e}")
+            self._leave()
+
+    def _leave(self) -> None:
+        """Serve no more, and let nobody wait for orders that nobody obeys."""
+        try:
+            self._engine.close_gate(self._settings.drain_timeout_s)
+        except DcrError as e:
+            _log.warning("engine %s: its gate did not close: %s", self._name, e)
+        self._spoke.close()
 
     def _take(self, event: _Arrived | _Connected) -> None:
         if isinstance(event, _Connected):
@@ -301,8 +310,8 @@ class NodeAgent:
     def _open_gate(self, epoch: int, version: int) -> None:
         try:
             self._engine.reset_caches()
-        except DcrError as e:
-            self._do(self._role.gate_stuck(str(e)))
+        except Exception as e:  # noqa: BLE001 - a user's function may raise anything; the gate then stays closed
+            self._do(self._role.gate_stuck(f"its caches could not be reset: {type(e).__name__}: {e}"))
             return
         # Said before it is done: a watcher that stops the process here stops it with the gate still closed.
         effects = self._role.gate_opened(epoch, version)
@@ -319,6 +328,8 @@ class NodeAgent:
         if stored is None:
             return
         record = decode_record(stored.body)
+        if self._fetch is not None and self._fetch.order.epoch < record.epoch:
+            self._fetch = None  # that attempt can be committed no more
         answer = self._call(Learn(record))
         for result in answer.results:
             if isinstance(result, RankState):

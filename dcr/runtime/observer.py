@@ -25,6 +25,18 @@ _MILESTONES = frozenset(
 _WARNINGS = frozenset({"AttemptFailed", "LoseBaseline", "RefuseMember", "Stop", "TakeOver", "Wait"})
 
 
+def guarded(observe: Observer) -> Observer:
+    """The same observer, whose errors are logged and go no further: who watches must not disturb what is watched."""
+
+    def watch(step: Step) -> None:
+        try:
+            observe(step)
+        except Exception:  # noqa: BLE001 - logged, whatever it is
+            _log.exception("an observer failed at %s", step)
+
+    return watch
+
+
 def log_step(step: Step) -> None:
     """The default observer: steps go to the log ``dcr``, at level WARNING, INFO or DEBUG."""
     if step.action in _WARNINGS:

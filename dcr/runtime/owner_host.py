@@ -12,7 +12,7 @@ from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
-from dcr.protocol.identity import Manifest, encode_manifest
+from dcr.protocol.identity import Kind, Manifest, encode_manifest
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
@@ -24,6 +24,7 @@ from dcr.protocol.messages import (
     OwnerJoin,
     Report,
     Sealed,
+    Withdraw,
     decode_order,
     encode_message,
 )
@@ -31,7 +32,8 @@ from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.emission import CancelledError, Emission
-from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 from dcr.runtime.spoke import Spoke
@@ -89,7 +91,7 @@ class OwnerHost:
         self._control = control
         self._delivery = delivery
         self._settings = settings
-        self._observe = observe
+        self._observe = guarded(observe)
         baseline = source.baseline_digest
         self._role = role.Owner(source.owner, incarnation, record_id, "" if baseline is None else baseline.hex())
         self._emission: Emission | None = None
@@ -108,7 +110,7 @@ class OwnerHost:
             threading.Thread(target=self._worker, name=f"dcr-emission-{source.owner}", daemon=True),
         ]
         self._spoke = Spoke(
-            secret,
+            record_secret(secret, record_id),
             Peer("owner", source.owner, incarnation),
             lambda data: self._post(lambda: self._order(data)),
             resolve=lambda: coordinator,
@@ -138,11 +140,25 @@ class OwnerHost:
             self._fault = ""
             self._waiting = True
         self._post(self._ready)
+        try:
+            outcome = self._wait_outcome()
+        finally:
+            # A push that ends without an outcome (time-out, interrupt) takes its candidate back.
+            self._waiting = False
+            if self._latest() is None:
+                self._withdraw()
+        return outcome
+
+    def _withdraw(self) -> None:
+        if self._emission is not None and self._emission.order.base.kind is not Kind.RESTORE:
+            self._emission.cancelled.set()
+        self._send(Withdraw(self._source.owner, self._incarnation, self._push))
+
+    def _wait_outcome(self) -> Outcome:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._outcome or self._fault or self._stop.is_set(), self._settings.push_timeout_s
             )
-            self._waiting = False
             outcome = self._latest()
             if outcome is None:
                 self._check_open()
@@ -268,6 +284,11 @@ class OwnerHost:
         if emission.cancelled.is_set():
             return
         candidate = emission.order.base.candidate
+        if emission.order.base.kind is not Kind.RESTORE and not self._waiting:
+            # Whoever holds no candidate still (its push timed out, or was interrupted) must not make one up.
+            reason = f"{self._source.owner} has no candidate: its push was given up"
+            self._post(lambda: self._role.emission_failed(epoch, reason, fatal=True))
+            return
         try:
             manifest = emission.run(self._found.get(candidate))
         except CancelledError:

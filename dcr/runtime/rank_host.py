@@ -15,7 +15,7 @@ from dcr.protocol.identity import Manifest, PayloadIdentity, decode_manifest
 from dcr.protocol.messages import OpenApply, Prepare, StorageState
 from dcr.protocol.receiver import UNKNOWN, BeginWrite, Effect, Receiver, Synchronise
 from dcr.protocol.step import Step
-from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.rank_messages import (
     Answer,
     Attach,
@@ -64,7 +64,7 @@ class RankHost:
         self._not_loaded = not_loaded
         self._incarnation = state_incarnation
         self._limits = limits
-        self._observe = observe
+        self._observe = guarded(observe)
         self._attach: Attach | None = None
         self._attached: Attached | None = None
         self._storage: LoaderPath | None = None

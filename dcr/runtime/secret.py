@@ -1,6 +1,7 @@
 """The secret of a run: what its processes know and nobody else on the machine does."""
 
 import contextlib
+import hmac
 import os
 import stat
 import tempfile
@@ -72,3 +73,8 @@ def _load(path: Path) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise RefusedError(f"secret file {path}: must hold exactly {SECRET_BYTES} bytes; delete it to get a new one")
     return secret
+
+
+def record_secret(secret: bytes, record_id: str) -> Secret:
+    """The secret that the peers of one record prove to each other: those of another record beside it cannot."""
+    return Secret(hmac.digest(secret, b"dcr record " + record_id.encode(), "sha256"))

@@ -11,6 +11,10 @@ BUCKET_BYTES_MAX = 128 << 20
 """Larger buckets could make payloads that receivers refuse (``Limits.payload_bytes_max``)."""
 
 
+LARGEST = 1e9
+"""Largest number that a setting may have; seconds beyond it overflow the clocks."""
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Bounds and sizes; the defaults are right on one machine.  Times are in seconds, sizes in bytes."""
 
@@ -34,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """From the commit until every owner's baseline holds it."""
     restore_timeout_s: float = 1200.0
     """A whole restore session."""
+    restore_pause_timeout_s: float = 2.0
+    """Pause after a restore that failed."""
     members_timeout_s: float = 300.0
     """How long a push waits for ``members_min`` engines."""
     ranks_timeout_s: float = 600.0
@@ -64,8 +70,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not isinstance(value, str) and not value > 0:
-                raise RefusedError(f"setting {name}: {value!r} must be greater than 0")
+            if not isinstance(value, str) and not 0 < value <= LARGEST:
+                raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {LARGEST:.0e}")
 
     @classmethod
     def of(cls, values: dict[str, object]) -> Self:

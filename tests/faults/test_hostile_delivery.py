@@ -18,6 +18,7 @@ from dcr.protocol.messages import Join, StorageState, encode_message
 from dcr.protocol.step import Step
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.registry import leader_address
+from dcr.runtime.secret import record_secret
 from tests.faults.thread_fleet import Fleet, flip, rewrite
 
 
@@ -177,7 +178,7 @@ def test_a_peer_of_the_run_cannot_speak_for_another(fleet: Fleet) -> None:
     secret = Path(fleet.folder / "record.db.secret").read_bytes()
     address = leader_address(control, "default")
     assert address is not None
-    mallory = Spoke(secret, Peer("node", "m", 1), lambda _: None, resolve=lambda: address)
+    mallory = Spoke(record_secret(secret, "default"), Peer("node", "m", 1), lambda _: None, resolve=lambda: address)
     mallory.wait_connected(5)
     mallory.send(b"\xc1 not a report")
     mallory.send(encode_message(Join("a", 1 << 62, 0, 0, ("add",), StorageState(None, "", ()), (), {})))

@@ -125,7 +125,11 @@ class TrainerRefit:
             settings=bounds,
             observe=observe,
         )
-        self._host.wait_connected()
+        try:
+            self._host.wait_connected()
+        except BaseException:
+            self.close()
+            raise
 
     def push(self, *, dense: bool = False) -> RefitReport:
         """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.

@@ -61,6 +61,7 @@ REPORTS = (
     m.Serving("e0", 1, 10, 7),
     m.OwnerJoin("o0", 9, 0, D0),
     m.CandidateReady("o0", 9, 5),
+    m.Withdraw("o0", 9, 5),
     m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}),
     m.EmitFailed("o0", 9, 10, "the link is down", fatal=False),
     m.Folded("o0", 9, 10, D1, "", {"fold": 0.125}),

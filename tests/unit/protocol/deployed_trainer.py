@@ -17,6 +17,7 @@ from dcr.protocol.messages import (
     Outcome,
     OwnerJoin,
     Sealed,
+    Withdraw,
 )
 from dcr.protocol.step import Step
 
@@ -69,6 +70,13 @@ class DeployedOwner:
         self.pushing = True
         self.stepped = self.sealed = False
         self._send(CandidateReady(self.name, self.incarnation, self.pushes))
+
+    def give_up(self) -> None:
+        """The push times out on this rank, or is interrupted; training goes on."""
+        self.pushing = False
+        self.emitting = None
+        self._send(Withdraw(self.name, self.incarnation, self.pushes))
+        self.train()
 
     def joins(self) -> list[object]:
         """What an owner sends on every connection."""
@@ -146,6 +154,9 @@ class DeployedOwner:
         self.d.links[self.name].send_up(report)
 
     def _start(self, order: Emit) -> None:
+        if order.base.kind is not Kind.RESTORE and not self.pushing:
+            self.run(self.role.emission_failed(order.epoch, "its push was given up", fatal=True))
+            return
         if order.base.kind is not Kind.DENSE:
             assert not self.role.folding, "an emission while the baseline is being folded"
             assert self.baseline == self.share(order.base.version), "BaselineExact: emission against another baseline"

@@ -94,6 +94,7 @@ class Deployment:
             operations=self.random.choice([("add", "xor"), ("xor",)]),
             members_min=self.members_min,
             attempts_max=self.attempts_max,
+            restores_max=self.random.choice([1, 3]),
         )
         self.reads = 0
         self.timers: list[int] = []
@@ -346,6 +347,10 @@ class Deployment:
             self.coordinator.dense_next()
         elif n < 0.88:
             self._step_candidate(o)
+        elif n < 0.895 and o.pushing:
+            o.give_up()
+            if r.random() < 0.5:
+                o.push()
         elif n < 0.92 and any(x.pushing for x in self.owners):
             for x in self.owners:
                 if not x.pushing:

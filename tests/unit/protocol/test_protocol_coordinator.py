@@ -25,6 +25,7 @@ from dcr.protocol.messages import (
     Sealed,
     Serving,
     StorageState,
+    Withdraw,
 )
 from dcr.protocol.record import Member
 
@@ -296,9 +297,65 @@ def test_restores_that_fail_again_and_again_end_in_a_refusal_that_is_told() -> N
         at.take()
         at.prepared("new", unknown)
         at.fails("new", unknown)
+        assert at.c.phase is Phase.IDLE  # a pause, so that what ails it may pass
+        at.do(at.c.expired(at.timer))
     assert at.c.phase is Phase.IDLE
     (refuse,) = [o for o in at.take() if isinstance(o, Refuse)]
     assert "its restore failed 3 times" in refuse.reason
+
+
+def test_owners_that_cannot_serve_a_restore_are_not_the_engines_fault() -> None:
+    at = leading("a")
+    unknown = StorageState(None, "", ("unknown",))
+    at.joins("new", unknown)
+    for _ in range(5):
+        assert at.reasons[-1] == "OpenRestore"
+        at.owner(EmitFailed("o", 1, at.epoch, "the disk is full", fatal=False))
+        at.reasons.append("")
+        at.do(at.c.expired(at.timer))
+    assert not [o for o in at.take() if isinstance(o, Refuse)]
+
+
+def test_a_push_that_was_given_up_takes_its_candidate_back() -> None:
+    at = attempting("a")
+    at.prepared("a")
+    at.owner(Withdraw("o", 1, 1))
+    assert at.reasons[-1] == "Abandon"
+    assert at.record is not None
+    assert at.record.open is None
+    first = at.reasons.count("OpenAttempt")
+    at.push(2)
+    assert at.reasons.count("OpenAttempt") == first + 1
+    assert at.record.open.candidate.endswith("-2")
+
+
+def test_a_push_that_overtakes_one_that_was_given_up_is_not_answered_with_its_outcome() -> None:
+    at = committed("a")  # push 1, being folded
+    at.push(2)
+    at.take()
+    at.folded()
+    assert not [o for o in at.take() if isinstance(o, Outcome)]
+    assert at.reasons[-1] == "OpenAttempt"
+
+
+def test_a_second_wait_has_a_time_out_of_its_own() -> None:
+    at = leading()
+    at.push(1)
+    at.do(at.c.expired(at.timer))
+    (first,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert "too few engines" in first.error
+    spent = at.timer
+    at.push(2)
+    assert at.timer != spent
+    at.do(at.c.expired(at.timer))
+    assert [o.push for o in at.take() if isinstance(o, Outcome)] == [2]
+
+
+def test_a_stray_owner_changes_nothing() -> None:
+    at = leading("a")
+    at.owner(OwnerJoin("rank-7", 1, 0, D0))
+    at.do(at.c.owner_lost("rank-7", 1))
+    assert at.c.phase is Phase.IDLE
 
 
 def test_a_lost_outcome_is_told_again() -> None:

@@ -122,8 +122,15 @@ MUTANTS = [
         "a restarted owner is told that its push succeeded",
         Coordinator,
         "_push_over",
-        "if seat.ready and took_part.get(name, seat.incarnation) == seat.incarnation:",
+        "if seat.ready and took_part.get(name, pushed) == pushed:",
         "if seat.ready:",
+    ),
+    Mutant(
+        "the push after one that was given up is told that it succeeded",
+        Coordinator,
+        "_push_over",
+        "(o.incarnation, s.pushes[o.owner])",
+        "(o.incarnation, self._seats[o.owner].ready)",
     ),
     Mutant(
         "an engine is refused without being told",
