@@ -31,7 +31,7 @@ from dcr.protocol.messages import (
 )
 from dcr.protocol.record import CommitRecord, Member, OpenTransition
 from dcr.protocol.seats import Seat, Seats
-from dcr.protocol.session import Session
+from dcr.protocol.session import Session, why_stopped
 from dcr.protocol.step import Step
 
 MESSAGES_MAX = 64
@@ -214,7 +214,7 @@ class Coordinator(Conductor):
         match reason:
             case "OpenAttempt":
                 self.phase = Phase.ATTEMPT
-                if self._session is not None and self._session.pushes != self._pushes:
+                if self._session is not None and self._session.pushes != self._seats.pushes:
                     return self._session_failed("a rank gave its push up")
                 return self._start_session()
             case "OpenRestore":
@@ -228,7 +228,7 @@ class Coordinator(Conductor):
                 return self._cas(self._k.abandon(), "Abandon")
             case "Stop":
                 self.phase = Phase.IDLE
-                return [*self._publish(), *self._push_over(self._why_stopped())]
+                return [*self._publish(), *self._push_over(why_stopped(self._failures))]
             case _:
                 self._session = None
                 self.phase = Phase.IDLE
@@ -265,16 +265,10 @@ class Coordinator(Conductor):
     def _why_waiting(self) -> str:
         if self._seats.missing:
             return f"no connection to {', '.join(self._seats.missing)}"
-        return (
-            f"too few engines can take part in record {self.record_id!r} (members_min is {self.members_min}); "
-            f"engines: {self.fleet.describe()}"
-        )
+        few = f"too few engines can take part in record {self.record_id!r} (members_min is {self.members_min})"
+        return f"{few}; engines: {self.fleet.describe()}"
 
     # ------------------------------------------------------------ what to do next
-
-    @property
-    def _pushes(self) -> dict[str, int]:
-        return {name: seat.ready for name, seat in self._seats}
 
     @property
     def _baseline_held(self) -> bool:
@@ -364,7 +358,7 @@ class Coordinator(Conductor):
             owners=self._seats.refs,
             operation=operation,
             set_only=tuple(sorted({name for e in engines for name in e.join.set_only})),
-            pushes=self._pushes,
+            pushes=self._seats.pushes,
         )
 
     def _choose_kind(self, attempts: int) -> tuple[Base, list[Engine]] | None:
@@ -424,18 +418,6 @@ class Coordinator(Conductor):
         self.phase = Phase.IDLE
         step = Step(self.leader, "AttemptFailed", s.epoch, reason)
         return [step, *(self._stop() if fatal else self._proceed())]
-
-    def _why_stopped(self) -> str:
-        attempts: dict[str, list[str]] = {}
-        for failure in self._failures:
-            attempt, _, reason = failure.partition(": ")
-            attempts.setdefault(reason, []).append(attempt)
-        what = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in attempts.items())
-        return (
-            "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
-            "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
-            f"What happened: {what}"
-        )
 
     # ------------------------------------------------------------ after the commit
 

@@ -68,6 +68,11 @@ class Seats:
         return all(seat.ready for _, seat in self)
 
     @property
+    def pushes(self) -> dict[str, int]:
+        """Which push of each owner waits."""
+        return {name: seat.ready for name, seat in self}
+
+    @property
     def refs(self) -> tuple[OwnerRef, ...]:
         """Every owner as its present incarnation."""
         return tuple(OwnerRef(name, seat.incarnation) for name, seat in self)

@@ -95,3 +95,17 @@ class Session:
         """Keep the longest time of each stage."""
         for stage, s in seconds.items():
             self.seconds[stage] = max(self.seconds.get(stage, 0.0), s)
+
+
+def why_stopped(failures: list[str]) -> str:
+    """What a push that stopped tells its caller: what is served now, what can be done, and each reason once."""
+    attempts: dict[str, list[str]] = {}
+    for failure in failures:
+        attempt, _, reason = failure.partition(": ")
+        attempts.setdefault(reason, []).append(attempt)
+    what = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in attempts.items())
+    return (
+        "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
+        "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
+        f"What happened: {what}"
+    )

@@ -11,6 +11,7 @@ from torch import nn
 
 from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.header import TEXT_MAX
 from dcr.data_plane.index_map import IndexMap
 from dcr.data_plane.item import Change, TensorSpec
 from dcr.data_plane.tracker import Tracker
@@ -77,6 +78,8 @@ class TorchSource:
         self._layouts = tuple(source.layout for source in sources)
         projection = learn(sources, self._save_path, ranks)
         self.specs: tuple[TensorSpec, ...] = projection.specs
+        for spec in self.specs:
+            _check_name(spec.name)
         self._bases = torch.tensor(projection.bases, dtype=torch.int64)
         self.owner = f"rank-{self._rank}"
         self.ownership = _assign(sources, projection, ranks)
@@ -258,6 +261,15 @@ class TorchSource:
             indices = targets[part] - self._bases[number]
             yield Change(self.specs[number], indices, None if old is None else old[part], new[part])
             start += count
+
+
+def _check_name(name: str) -> None:
+    """Refuse now what no payload could carry."""
+    if not 0 < len(name) <= TEXT_MAX or any("\ud800" <= c <= "\udfff" for c in name):
+        raise RefusedError(
+            f"canonical tensor {name[:80]!r}: a name must have 1 to {TEXT_MAX} characters of valid Unicode; rename it "
+            "in the save path"
+        )
 
 
 def _digest_of_change(change: Change) -> ContentDigest:
