@@ -29,4 +29,4 @@ def test_caught_too(mutant, tmp_path):
 def test_every_property_catches_a_mutant():
     caught = {m.caught_by for m in MANIFEST.mutants}
     assert caught == {*(f"invariant:{name}" for name in INVARIANTS), "property:MonotoneRecord", "property"}
-    assert QUICK <= {m.name for m in MANIFEST.mutants}
+    assert {m.name for m in MANIFEST.mutants} >= QUICK

@@ -1,0 +1,244 @@
+"""Faults that were found by trying to break whole deployments; each once went wrong, and is kept."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcr import PushError, TrainerRefit
+from dcr.delivery.address import open_delivery
+from dcr.delivery.interface import DeliveryError
+from dcr.protocol.errors import RefusedError
+from dcr.runtime.owner_host import PushTimeoutError
+from tests.faults.models import Policy, Served
+from tests.faults.thread_fleet import Fleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path):
+    f = Fleet(tmp_path)
+    yield f
+    f.close()
+
+
+def refused(call) -> str:
+    """What a call in a thread is refused with."""
+    with pytest.raises(RefusedError) as error:
+        call()
+    return str(error.value)
+
+
+class Slow(Served):
+    seconds = 0.0
+
+    def load_weights(self, weights):
+        time.sleep(Slow.seconds)
+        return super().load_weights(weights)
+
+
+def test_the_push_after_one_that_timed_out_is_about_its_own_weights(tmp_path: Path, monkeypatch) -> None:
+    fleet = Fleet(tmp_path, {"push_timeout_s": 0.5})
+    try:
+        e = fleet.engine("a", Slow)
+        fleet.check(e)
+        fleet.step()
+        monkeypatch.setattr(Slow, "seconds", 0.3)
+        with pytest.raises(PushTimeoutError):
+            fleet.refit.push()
+        monkeypatch.setattr(Slow, "seconds", 0.0)
+        fleet.step()  # push() has returned: other weights
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:  # each try has half a second, on a machine that may be slow
+            try:
+                report = fleet.refit.push()
+                break
+            except PushTimeoutError:
+                continue
+        fleet.version = report.version
+        fleet.states[report.version] = fleet.state()
+        fleet.check(e)
+    finally:
+        Slow.seconds = 0.0
+        fleet.close()
+
+
+def test_an_older_trainer_stops_and_its_engines_follow_the_newer(fleet: Fleet) -> None:
+    e = fleet.engine("a")
+    fleet.check(e)
+    with TrainerRefit(fleet.policy, **fleet.addresses, observe=fleet.observe) as newer:
+        fleet.step()
+        report = newer.push()
+        assert report.members == ("a",)
+        fleet.version, fleet.states[1] = report.version, fleet.state()
+        fleet.check(e)
+        with pytest.raises(PushError, match=r"another trainer .*leads record 'default'"):
+            fleet.refit.push()
+        fleet.check(e)
+
+
+def test_engines_serve_again_after_a_trainer_that_went_before_a_byte_was_sent(fleet: Fleet, monkeypatch) -> None:
+    e = fleet.engine("a")
+    fleet.check(e)
+    never = threading.Event()
+    put = type(fleet.refit._delivery).put
+    monkeypatch.setattr(type(fleet.refit._delivery), "put", lambda *_: never.wait(30))  # payloads do not come
+    fleet.step()
+    errors: list[str] = []
+    thread = threading.Thread(target=lambda: errors.append(refused(fleet.refit.push)))
+    thread.start()
+    fleet.wait(lambda: any(s.action == "OpenApply" for s in fleet.steps))
+    assert e.node.version is None
+    never.set()
+    fleet.refit.close()
+    thread.join(20)
+    assert "closed" in errors[0]
+    monkeypatch.setattr(type(fleet.refit._delivery), "put", put)
+    held = Policy()
+    held.load_state_dict(fleet.states[0])
+    fleet.restart_trainer(held)
+    fleet.check(e)  # version 0, without any push
+    fleet.step()
+    assert fleet.push().kind == "relative"
+    fleet.check(e)
+
+
+def test_close_wakes_a_waiting_push_and_nothing_is_pushed_after_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    errors: list[str] = []
+    thread = threading.Thread(target=lambda: errors.append(refused(fleet.refit.push)))  # no engine can take it
+    thread.start()
+    fleet.wait(lambda: any(s.action == "Wait" for s in fleet.steps))
+    fleet.refit.close()
+    thread.join(10)
+    assert "closed" in errors[0]
+    with pytest.raises(RefusedError, match="closed"):
+        fleet.refit.push()
+
+
+def test_an_engine_that_lies_about_its_checkpoint_is_restored(fleet: Fleet) -> None:
+    class NeverLoaded(Served):
+        def load_weights(self, weights):
+            if self.loaded:
+                return super().load_weights(weights)
+            self.loaded = True
+            return set()
+
+        loaded = False
+
+    e = fleet.engine("liar", NeverLoaded)
+    assert e.node.wait_serving(0, 20) == 0
+    assert e.bits() == fleet.expected(fleet_twin(fleet, e), 0)
+    assert any(s.action == "OpenRestore" for s in fleet.steps)
+
+
+def fleet_twin(fleet: Fleet, e):
+    """The same engine, as one whose class loads at the first call."""
+    e.model.__class__ = Served
+    return e
+
+
+def test_an_engine_that_fails_every_attempt_is_left_out_and_the_others_go_on(fleet: Fleet) -> None:
+    class Broken(Served):
+        broken = False
+
+        def load_weights(self, weights):
+            if self.broken:
+                raise RuntimeError("x" * 3_000_000)
+            return super().load_weights(weights)
+
+    good, bad = fleet.engine("good"), fleet.engine("bad", Broken)
+    fleet.check(good)
+    fleet.check(bad)
+    bad.model.broken = True
+    fleet.step()
+    report = fleet.push()
+    assert report.members == ("good",)
+    assert report.attempts == 3
+    assert all(len(f) < 3000 for f in report.failures)
+    fleet.check(good)
+    bad.model.broken = False
+
+
+def test_an_observer_that_raises_disturbs_nobody(tmp_path: Path, caplog) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        for action in ("BeginFold", "CloseGate", "OpenGate", "Commit"):
+            fleet.once(action, lambda _: 1 / 0)
+        fleet.step()
+        fleet.push()
+        fleet.check(e)
+        assert caplog.text.count("an observer failed") == 4
+    finally:
+        fleet.close()
+
+
+def test_disk_is_given_back_when_engines_restart_again_and_again(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, {"retain_epochs": 2})
+    try:
+        keep = fleet.engine("keep")
+        fleet.check(keep)
+        fleet.step()
+        fleet.push()
+        for _ in range(6):
+            e = fleet.engine("again")  # loads version 0, and is restored
+            fleet.check(e)
+            e.close()
+            fleet.engines.remove(e)
+        assert len(list((fleet.payloads / "default").iterdir())) <= 4
+    finally:
+        fleet.close()
+
+
+def test_empty_tensors_do_not_matter(tmp_path: Path, monkeypatch) -> None:
+    class Odd(Policy):
+        def __init__(self, seed: int = 0) -> None:
+            super().__init__(seed)
+            self.nothing = torch.nn.Parameter(torch.zeros(0, 24), requires_grad=False)
+
+    class OddServed(Served):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = torch.nn.Parameter(torch.zeros(24, 0), requires_grad=False)
+
+        def load_weights(self, weights):
+            weights = dict(weights)
+            if (w := weights.pop("nothing", None)) is not None:
+                self.nothing.data.copy_(w.t())
+            return super().load_weights(weights.items())
+
+    monkeypatch.setattr("tests.faults.thread_fleet.Policy", Odd)
+    fleet = Fleet(tmp_path)
+    try:
+        e = fleet.engine("a", OddServed)
+        fleet.check(e)
+        fleet.step()
+        fleet.push()
+        fleet.check(e)
+    finally:
+        fleet.close()
+
+
+def test_what_is_no_file_is_no_object(tmp_path: Path) -> None:
+    delivery = open_delivery(f"file://{tmp_path}/p")
+    delivery.put("r/1", b"x")
+    os.mkfifo(tmp_path / "p" / "r" / "2")
+    (tmp_path / "p" / "r" / "3").mkdir()
+    fds = len(list(Path("/proc/self/fd").iterdir()))
+    for key in ("r/2", "r/3"):
+        with pytest.raises(DeliveryError, match="not a regular file"):
+            delivery.get(key, 10)
+    assert len(list(Path("/proc/self/fd").iterdir())) == fds
+
+
+@pytest.mark.parametrize("name", ["x" * 1025, "w\ud800"])
+def test_names_that_no_payload_can_carry_are_refused_before_anything_is_pushed(tmp_path: Path, name: str) -> None:
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.zeros(4))
+    addresses = {"control": f"sqlite://{tmp_path}/r.db", "delivery": f"file://{tmp_path}/p"}
+    with pytest.raises(RefusedError, match="1 to 1024 characters of valid Unicode"):
+        TrainerRefit(module, **addresses, save_path=lambda state: {name: state["w"]})
