@@ -4,8 +4,10 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from dcr.modelcheck import tlc
-from dcr.modelcheck.manifest import Mutant, load_manifest
+from dcr.modelcheck.manifest import Model, Mutant, load_manifest
 
 SPEC = Path(__file__).resolve().parents[2] / "spec" / "tla"
 MANIFEST = load_manifest(SPEC)
@@ -16,11 +18,17 @@ INVARIANTS = {
 """Safety by the design's names; MonotoneRecord is an action property, Converges a temporal one."""
 
 
+def _explore(folder: Path, model: Model, *, coverage: bool) -> tlc.TlcResult:
+    with pytest.MonkeyPatch.context() as patch:
+        if model.set == "quick":
+            patch.setenv("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")  # too short a run for the second compiler
+        return tlc.run(folder / model.module, folder / model.config, timeout_s=model.timeout_s, coverage=coverage)
+
+
 @cache
 def verdict_of(model: str) -> tlc.TlcResult:
     """What exploring a model gives, actions counted."""
-    m = MANIFEST.model(model)
-    return tlc.run(SPEC / m.module, SPEC / m.config, timeout_s=m.timeout_s, coverage=True)
+    return _explore(SPEC, MANIFEST.model(model), coverage=True)
 
 
 def verdict_with(mutant: Mutant, folder: Path) -> tlc.TlcResult:
@@ -32,4 +40,4 @@ def verdict_with(mutant: Mutant, folder: Path) -> tlc.TlcResult:
     source = broken.read_text()
     assert source.count(mutant.old) == 1
     broken.write_text(source.replace(mutant.old, mutant.new))
-    return tlc.run(folder / m.module, folder / m.config, timeout_s=m.timeout_s)
+    return _explore(folder, m, coverage=False)
