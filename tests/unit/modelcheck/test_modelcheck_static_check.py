@@ -55,6 +55,4 @@ def test_a_module_for_tlc_alone_is_passed_over_only_by_name(specs):
 
 def test_the_specification_passes(pytestconfig):
     folder = pytestconfig.rootpath / "spec" / "tla"
-    if not (folder / "manifest.json").exists():
-        pytest.skip("spec/tla holds no manifest")
     assert check_sources(folder, load_manifest(folder)) == []
