@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from dcr import PushError, TrainerRefit
+from dcr.control_plane.address import open_control_plane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryError
 from dcr.protocol.errors import RefusedError
+from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.owner_host import PushTimeoutError
+from dcr.runtime.registry import leader_address
+from dcr.runtime.secret import record_secret
+from dcr.runtime.settings import Settings
 from tests.faults.models import Policy, Served
 from tests.faults.thread_fleet import Fleet
 
@@ -242,3 +247,30 @@ def test_names_that_no_payload_can_carry_are_refused_before_anything_is_pushed(t
     addresses = {"control": f"sqlite://{tmp_path}/r.db", "delivery": f"file://{tmp_path}/p"}
     with pytest.raises(RefusedError, match="1 to 1024 characters of valid Unicode"):
         TrainerRefit(module, **addresses, save_path=lambda state: {name: state["w"]})
+
+
+def test_a_record_that_cannot_be_read_ends_the_push_by_name(tmp_path: Path) -> None:
+    control = open_control_plane(f"sqlite://{tmp_path}/record.db")
+    control.compare_and_set("default", None, b"of another time", operation_id="x", actor="x", reason="x")
+    control.close()
+    fleet = Fleet(tmp_path)
+    try:
+        with pytest.raises(PushError, match="no commit record that this version of dcr can read"):
+            fleet.refit.push()
+    finally:
+        fleet.close()
+
+
+def test_a_peer_of_another_record_beside_this_one_is_not_let_in(fleet: Fleet) -> None:
+    secret = Path(fleet.folder / "record.db.secret").read_bytes()
+    address = leader_address(fleet.refit._control, "default")
+    stray = Spoke(record_secret(secret, "other"), Peer("node", "stray", 1), lambda _: None, resolve=lambda: address)
+    with pytest.raises(ChannelTimeoutError):
+        stray.wait_connected(1.0)
+    stray.close()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e10, float("nan"), 0.0])
+def test_times_that_no_clock_can_wait_for_are_refused(seconds: float) -> None:
+    with pytest.raises(RefusedError, match="push_timeout_s"):
+        Settings.of({"push_timeout_s": seconds})
