@@ -3,7 +3,7 @@ START := $(shell date +%s)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long bench lint clean
+.PHONY: help install demo test test-long traces bench lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,6 +24,9 @@ test: install ## lint, and every test that is not marked long
 
 test-long: install ## the tests marked long
 	$(BIN)/pytest -m long
+
+traces: install ## take the traces that tests replay from the specification anew (spec/tla/traces)
+	$(BIN)/dcr spec traces
 
 bench: install ## run every bench/*.py
 	@scripts="$$(ls bench/*.py 2>/dev/null)"; \

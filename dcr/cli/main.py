@@ -6,6 +6,7 @@ work (a missing tool, an input that was refused), which proves nothing.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -44,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"dcr {name}: {error}", file=sys.stderr)  # noqa: T201 -- what a command says
         report = {"ok": False, "error": str(error)}
         status = IMPOSSIBLE
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nobody is left to tell anything.
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- for the interpreter's last flush
+        return FAILED
     else:
         status = 0 if report["ok"] else FAILED
     if options.json:

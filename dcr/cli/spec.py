@@ -18,7 +18,9 @@ there:
   dcr spec check MODEL --coverage   one model, and which actions it never takes
   dcr spec mutants                  that each property notices the bugs it is there for
   dcr spec simulate MODEL           random behaviours of a model that is too large to explore
-  dcr spec traces MODEL --out F     behaviours as ITF, for replay against the code
+  dcr spec traces                   behaviours as ITF, to be replayed: spec/tla/traces, all of it made again
+  dcr spec replay                   that the code does what these traces do, and refuses what they could not
+  dcr spec replay --graph MODEL     the same for every step of a model's whole state graph
 
 A counterexample is printed as a story and saved as ITF.  TLC is installed with dcr.  Apalache (--checker apalache) is
 used where apalache-mc is on PATH; where it is not, the command says so and fails."""
@@ -59,7 +61,6 @@ def _saving(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(parser: argparse.ArgumentParser, behaviours: int) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a model of the manifest")
     parser.add_argument(
         "--behaviours", type=_count, default=behaviours, metavar="N", help=f"behaviours to take ({behaviours})"
     )
@@ -98,6 +99,7 @@ def add(commands: Any) -> None:
         "check random behaviours of a model",
         "Take random behaviours and check the model's properties along them.  Finding nothing proves nothing.",
     )
+    simulate.add_argument("model", metavar="MODEL", help="a model of the manifest")
     _sampling(simulate, 200)
     _checker(simulate)
     _saving(simulate)
@@ -107,13 +109,29 @@ def add(commands: Any) -> None:
         "traces",
         _traces,
         "write random behaviours of a model as ITF",
-        "Take random behaviours with TLC and write them to one compressed file, an ITF document a line "
-        "(.itf.jsonl.zst).  The specification should have a variable `step`, a record whose field `name` says which "
+        "Take random behaviours with TLC and write them to one compressed file a model, an ITF document a line "
+        "(.itf.jsonl.zst).  Without MODEL: of every model for which the manifest says how many, into the folder "
+        "`traces` beside it.  The specification should have a variable `step`, a record whose field `name` says which "
         "action was taken: TLC's files do not.",
     )
+    traces.add_argument("model", metavar="MODEL", nargs="?", help="a model of the manifest (all that have traces)")
     _sampling(traces, 1000)
-    traces.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+    traces.add_argument("--out", type=Path, metavar="FILE", help="the file to write, with MODEL (traces/MODEL.itf...)")
     traces.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds at most (600)")
+    replay = _command(
+        inner,
+        "replay",
+        _replay,
+        "replay traces on the code",
+        "Give the roles of dcr.protocol the events of each trace, step by step: each must be possible and lead to the "
+        "state that the specification has there.  At every step everything that the specification forbids there is "
+        "tried too, and must be refused or change nothing.  A trace that the code does not follow is told as a story "
+        "up to the step that differs, and saved.",
+    )
+    replay.add_argument("files", nargs="*", type=Path, metavar="FILE", help="files of traces (all of spec/tla/traces)")
+    replay.add_argument("--graph", metavar="MODEL", help="replay every step of this model's graph instead")
+    _saving(replay)
+    replay.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds for the checker (600)")
     mutants = _command(
         inner,
         "mutants",
@@ -141,6 +159,12 @@ def _traces(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.cli import spec_sample  # noqa: PLC0415 -- as above
 
     return spec_sample.traces(options)
+
+
+def _replay(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_replay  # noqa: PLC0415 -- as above
+
+    return spec_replay.replay(options)
 
 
 def _mutants(options: argparse.Namespace) -> dict[str, Any]:

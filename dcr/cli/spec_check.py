@@ -15,8 +15,14 @@ from dcr.modelcheck.mutants import run_mutant
 
 def _chosen(manifest: Manifest, options: argparse.Namespace) -> list[Model]:
     if options.models:
-        return [manifest.model(name) for name in options.models]
-    chosen = [model for model in manifest.models if options.set == "full" or model.set == "quick"]
+        chosen = [manifest.model(name) for name in options.models]
+        if too_large := [model.name for model in chosen if model.set == "simulated"]:
+            raise ManifestError(
+                f"{', '.join(too_large)}: too large to explore; `dcr spec simulate` takes random behaviours of a model"
+            )
+        return chosen
+    sets = {"quick"} if options.set == "quick" else {"quick", "full"}
+    chosen = [model for model in manifest.models if model.set in sets]
     if options.checker == "apalache":
         chosen = [model for model in chosen if model.apalache is not None]
     if not chosen:

@@ -8,7 +8,7 @@ from typing import Any
 from dcr.cli import counterexample
 from dcr.cli.spec import say
 from dcr.modelcheck import apalache, tlc
-from dcr.modelcheck.manifest import ManifestError, Model, load_manifest
+from dcr.modelcheck.manifest import ManifestError, Model, Traces, load_manifest
 from dcr.modelcheck.model_run import meets
 from dcr.modelcheck.source import variable_types
 from dcr.modelcheck.story import STEP
@@ -18,13 +18,13 @@ from dcr.modelcheck.values import Function, State, Value
 from dcr.protocol.errors import RefusedError
 
 
-def _sample(options: argparse.Namespace, model: Model) -> tlc.TlcResult:
+def _sample(options: argparse.Namespace, model: Model, wanted: Traces) -> tlc.TlcResult:
     return tlc.run(
         options.spec / model.module,
         options.spec / model.config,
         heap=options.heap,
         timeout_s=options.timeout_s,
-        simulate=tlc.Simulation(options.behaviours, options.depth, options.seed),
+        simulate=tlc.Simulation(wanted.behaviours, wanted.depth, wanted.seed),
     )
 
 
@@ -36,7 +36,7 @@ def _taken(state: State) -> Value:
 def _found(options: argparse.Namespace, model: Model) -> tuple[str, str, Trace | None, int]:
     """(verdict, message, counterexample, behaviours) of a simulation."""
     if options.checker == "tlc":
-        result = _sample(options, model)
+        result = _sample(options, model, Traces(options.behaviours, options.depth, options.seed))
         return result.verdict, result.message, result.trace, len(result.behaviours)
     bounds = model.apalache
     if bounds is None:
@@ -82,14 +82,36 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def traces(options: argparse.Namespace) -> dict[str, Any]:
-    """Write behaviours of a model as ITF; behaviours that occur twice are written once.
+    """Write behaviours of models as ITF; behaviours that occur twice are written once.
 
     Raises:
-        DcrError: The manifest is refused, a tool is missing, or a property was violated on the way: nothing is written.
+        DcrError: The manifest is refused, a tool is missing, or a property was violated on the way: of that model
+            nothing is written.
     """
-    model = load_manifest(options.spec).model(options.model)
+    manifest = load_manifest(options.spec)
+    if options.model:
+        model = manifest.model(options.model)
+        out = options.out or traces_of(options.spec, model.name)
+        return {"ok": True, **_write(options, model, Traces(options.behaviours, options.depth, options.seed), out)}
+    if options.out is not None:
+        raise RefusedError("--out is for one model: name it, or leave --out away to write every file of traces again")
+    rows = [
+        _write(options, model, model.traces, traces_of(options.spec, model.name))
+        for model in manifest.models
+        if model.traces is not None
+    ]
+    say(f"{sum(row['traces'] for row in rows)} traces, {sum(row['bytes'] for row in rows):,} bytes in all")
+    return {"ok": True, "models": rows}
+
+
+def traces_of(spec: Path, model: str) -> Path:
+    """Where the traces of a model are kept."""
+    return spec / "traces" / f"{model}.itf.jsonl.zst"
+
+
+def _write(options: argparse.Namespace, model: Model, wanted: Traces, out: Path) -> dict[str, Any]:
     types = variable_types(options.spec / model.module)
-    result = _sample(options, model)
+    result = _sample(options, model, wanted)
     if result.outcome is not tlc.Outcome.OK:
         raise RefusedError(
             f"model {model.name}: {result.verdict} on the way: {result.message}\n"
@@ -97,17 +119,17 @@ def traces(options: argparse.Namespace) -> dict[str, Any]:
         )
     distinct = {tuple(tuple(step.state.items()) for step in trace.steps): trace for trace in result.behaviours}
     chosen = list(distinct.values())
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    size = write_traces(options.out, chosen, types, f"tlc simulation of {model.name}, seed {options.seed}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    size = write_traces(out, chosen, types, f"tlc simulation of {model.name}, seed {wanted.seed}")
     actions = Counter(str(_taken(step.state)) for trace in chosen for step in trace.steps[1:])
     states = sum(trace.length for trace in chosen)
-    say(f"{len(chosen)} traces, {states} states, {size:,} bytes: {options.out}")
-    for action, times in sorted(actions.items()):
-        say(f"  {times:8}  {action or '(no variable step)'}")
+    say(f"{len(chosen)} traces, {states} states, {size:,} bytes: {out}")
+    if options.model:
+        for action, times in sorted(actions.items()):
+            say(f"  {times:8}  {action or '(no variable step)'}")
     return {
-        "ok": True,
         "model": model.name,
-        "out": str(options.out),
+        "out": str(out),
         "traces": len(chosen),
         "states": states,
         "bytes": size,

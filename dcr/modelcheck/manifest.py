@@ -8,12 +8,15 @@ r"""The manifest: which models the specification folder holds, and what checking
           "name": "two_transitions",             what `dcr spec check NAME` takes; unique; letters, digits, _ and -
           "module": "MCRefit.tla",               a bare file name in the manifest's folder
           "config": "two_transitions.cfg",       likewise
-          "set": "quick",                        "quick" or "full"; `--set full` checks both
+          "set": "quick",                        "quick" or "full", `--set full` checks both; "simulated": too large
+                                                 to explore, random behaviours only
           "expect": "ok",                        or "invariant:NAME", "property", "property:NAME", "deadlock"
           "distinct_states": 180789,             pinned count of an exhaustive run, or null: not pinned
           "timeout_s": 120,                      the run is stopped, and fails, after this long
           "features": ["crash", "failover"],     optional: which feature constants are on; for the reader
-          "apalache": null                       optional: see below; null or absent: TLC only
+          "apalache": null,                      optional: see below; null or absent: TLC only
+          "traces": null                         optional: {"behaviours": 64, "depth": 60, "seed": 1}: what
+                                                 `dcr spec traces` without MODEL takes of it, to be replayed
         }
       ],
       "mutants": [
@@ -65,18 +68,27 @@ class ApalacheRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inv: tuple[str, ...]
 
 
+class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which random behaviours of a model are kept, to be replayed on the code."""
+
+    behaviours: int
+    depth: int
+    seed: int
+
+
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One configuration of the specification, with its expected result."""
 
     name: str
     module: str
     config: str
-    set: Literal["quick", "full"]
+    set: Literal["quick", "full", "simulated"]
     expect: str
     distinct_states: int | None
     timeout_s: float
     features: tuple[str, ...] = ()
     apalache: ApalacheRun | None = None
+    traces: Traces | None = None
 
 
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,6 +175,10 @@ def load_manifest(folder: Path) -> Manifest:
             _file(folder, name, f"model {model.name}")
         if not _EXPECT.fullmatch(model.expect):
             raise ManifestError(f"model {model.name}: expect {model.expect!r}: ok, invariant:NAME, property, deadlock")
+        if model.set == "simulated" and (model.expect != "ok" or model.distinct_states is not None):
+            raise ManifestError(f"model {model.name}: what is only simulated expects ok and has no count of states")
+        if model.traces is not None and not (model.traces.behaviours > 0 and model.traces.depth > 0):
+            raise ManifestError(f"model {model.name}: traces: behaviours and depth are above 0")
         if not model.timeout_s > 0:
             raise ManifestError(f"model {model.name}: timeout_s is above 0")
     for name in manifest.tlc_only:

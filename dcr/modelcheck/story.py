@@ -30,8 +30,8 @@ def _who(before: State, after: State, types: Mapping[str, Type]) -> list[str]:
     return list(found)
 
 
-def _changes(path: str, old: Value, new: Value) -> Iterator[str]:
-    """What differs, as deep as both sides have the same form."""
+def changes(path: str, old: Value, new: Value) -> Iterator[str]:
+    """What differs between two values, a line for each difference, as deep as both have the same form."""
     if old == new:
         return
     match old, new:
@@ -43,7 +43,7 @@ def _changes(path: str, old: Value, new: Value) -> Iterator[str]:
                 elif key not in old:
                     yield f"{below} = {show_value(new[key])}"
                 else:
-                    yield from _changes(below, old[key], new[key])
+                    yield from changes(below, old[key], new[key])
         case frozenset(), frozenset():
             for sign, members in (("+", new - old), ("-", old - new)):
                 yield from (f"{path} {sign} {member}" for member in sorted(map(show_value, members)))
@@ -72,7 +72,7 @@ def tell(trace: Trace, types: Mapping[str, Type]) -> str:
             change
             for name in sorted(step.state)
             if name != STEP
-            for change in _changes(name, before.state[name], step.state[name])
+            for change in changes(name, before.state[name], step.state[name])
         ]
         lines += [f"       {change}" for change in changed or ["nothing changes"]]
     if trace.loop == trace.length - 1:

@@ -83,8 +83,12 @@ class TlcResult(msgspec.Struct, frozen=True):
         return f"{self.outcome}:{self.violated}" if self.violated else str(self.outcome)
 
 
-def _options(private: Path, *, simulate: Simulation | None, coverage: bool, deadlock: bool) -> list[str]:
+def _options(
+    private: Path, *, simulate: Simulation | None, coverage: bool, deadlock: bool, graph: Path | None
+) -> list[str]:
     options = [] if deadlock else ["-deadlock"]  # TLC's name for: do not look for deadlocks
+    if graph is not None:
+        options += ["-dump", "dot", str(graph.resolve())]
     if coverage:
         options += ["-coverage", "1"]
     if simulate is not None:
@@ -120,6 +124,7 @@ def run(
     simulate: Simulation | None = None,
     coverage: bool = False,
     deadlock: bool = False,
+    graph: Path | None = None,
 ) -> TlcResult:
     """Check one configuration.
 
@@ -132,6 +137,7 @@ def run(
         simulate: Take random behaviours instead of exploring every state.
         coverage: Count each action's states.
         deadlock: Take a state without successor for an error.
+        graph: Write every state and every step between them to this file; see `dcr.modelcheck.state_graph`.
 
     Returns:
         The verdict.  A specification that cannot be parsed or evaluated is one too; see `TlcResult.message`.
@@ -150,7 +156,7 @@ def run(
             *(str(find_java()), "-XX:+UseParallelGC", f"-Xmx{heap}", "-Dfile.encoding=UTF-8"),
             *(f"-Djava.io.tmpdir={private}", "-cp", str(jar), "tlc2.TLC", "-tool", "-cleanup"),
             *("-metadir", str(private / "states"), "-workers", str(workers)),
-            *_options(private, simulate=simulate, coverage=coverage, deadlock=deadlock),
+            *_options(private, simulate=simulate, coverage=coverage, deadlock=deadlock, graph=graph),
             *("-config", config.name, module.name),
         ]
         finished = run_child(

@@ -1,189 +1,373 @@
-"""Conducting a session: one attempt or one restore, from its first order to its last acknowledgement."""
+"""Conducting: everything that a leader may do, one guarded method for each action of the specification."""
 
-from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from dcr.protocol.coordinator_effects import Effect, SendMember, SendOwner
-from dcr.protocol.fleet import Engine, Fleet
-from dcr.protocol.leader import Leader, Phase
-from dcr.protocol.messages import (
-    Acknowledged,
-    AttemptFailed,
-    Emit,
-    EmitFailed,
-    OpenApply,
-    Prepare,
-    Prepared,
-    Published,
-    Refuse,
-    Sealed,
-)
-from dcr.protocol.receiver import admits
-from dcr.protocol.record import Member
-from dcr.protocol.seats import Seats
+from dcr.protocol.fleet import Engine
+from dcr.protocol.identity import Base, Kind
+from dcr.protocol.leader import Phase
+from dcr.protocol.messages import Emit, Fold, OpenApply, Prepare, Published, StorageState
+from dcr.protocol.record import CommitRecord, Direction, OpenTransition
+from dcr.protocol.registrar import Registrar
 from dcr.protocol.session import Session
 from dcr.protocol.step import Step
 
+GATE_MODES = ("sync", "async")
+"""When an engine's gate closes: before anything is sent, or after everything was staged (DESIGN D18)."""
 
-class Conductor(Leader):
-    """What attempts and restores have in common.  When to start one, and what its end means, is the coordinator's.
+
+class Conductor(Registrar):
+    """What a leader may do.  What it should do next is the coordinator's to say.
+
+    Every action raises RefusedError, which names it and says why, and changes nothing, if its guard does not hold.
+    The guards look at K as this leader knows it, and at what was reported.
+
+    ::
+
+        idle -- open_attempt, roll_back --> attempt -- fail_attempt --> idle
+                                            attempt -- commit --> folding, or idle after a rollback
+        idle, folding -- open_restore --> restoring -- end_restore --> folding
+        folding -- publish --> folding -- finish_transition --> idle
+        idle -- stop, abandon, admit --> idle
 
     Args:
         record_id: the record to lead.
         leader: this leader's name, new with every start.
-        seats: the owners.
-        fleet: the engines.
+        owners: names of all owners.
+        wire_version: version of the payload format.
+        operations: relative operations that the owners can emit, the preferred one first.
+        members_min: fewest members that an attempt needs.
         restores_max: failed restores of one incarnation before it is refused.
+        gate_mode: one of GATE_MODES.
+
+    Attributes:
+        candidate: the token of the candidate that K named last: of the open transition, or of the last commit.
     """
 
-    def __init__(self, record_id: str, leader: str, seats: Seats, fleet: Fleet, restores_max: int) -> None:
-        super().__init__(record_id, leader)
-        self.fleet = fleet
-        self.restores_max = restores_max
-        self._seats = seats
-        self._session: Session | None = None
+    def __init__(
+        self,
+        record_id: str,
+        leader: str,
+        owners: Iterable[str],
+        *,
+        wire_version: int,
+        operations: tuple[str, ...] = ("add", "xor"),
+        members_min: int = 1,
+        restores_max: int = 3,
+        gate_mode: str = "sync",
+    ) -> None:
+        assert members_min >= 1
+        assert gate_mode in GATE_MODES
+        super().__init__(
+            record_id, leader, owners, wire_version=wire_version, operations=operations, restores_max=restores_max
+        )
+        self.members_min = members_min
+        self.gate_mode = gate_mode
+        self.candidate = ""
+        self._pushes: dict[str, tuple[int, int]] = {}  # (incarnation, push) that offered the candidate, by owner
+        self._pushes_over: dict[str, tuple[int, int]] = {}  # of the candidate that was committed or turned back last
 
-    # ------------------------------------------------------------ for the coordinator
+    # ------------------------------------------------------------ attempts
 
-    @abstractmethod
-    def _complete(self, s: Session) -> list[Effect]:
-        """Somebody sealed or acknowledged: go on if that was the last."""
+    def open_attempt(
+        self, kind: Kind, *, leave_out: Collection[str] = frozenset(), first_absolute: bool = False
+    ) -> list[Effect]:
+        """OpenAttempt: of a new transition, or the next one of the open transition (DESIGN D4, D14).
 
-    @abstractmethod
-    def _session_failed(self, reason: str, *, fatal: bool = False) -> list[Effect]:
-        """The session cannot be completed."""
+        A rollback goes on as a rollback (D17).
 
-    # ------------------------------------------------------------ orders
+        Args:
+            kind: relative, absolute or dense.
+            leave_out: names of engines to do without.
+            first_absolute: the first attempt may be absolute, because relative payloads are not used.
+        """
+        self._must("OpenAttempt", self.phase is Phase.IDLE, f"it is {self.phase.value}")
+        tr = self._k.open
+        attempts = 0 if tr is None else tr.attempts
+        if tr is None:
+            self._must("OpenAttempt", self._candidate_offered, "not every owner has offered a candidate")
+            self._must(
+                "OpenAttempt", not self.offer_committed, "what the owners offer was committed by an older leader"
+            )
+        self._must("OpenAttempt", kind is not Kind.RESTORE, "a restore is no attempt")
+        self._must("OpenAttempt", kind is not Kind.RELATIVE or not attempts, "only the first attempt may be relative")
+        absolute_first = kind is Kind.ABSOLUTE and not attempts and not first_absolute
+        self._must("OpenAttempt", not absolute_first, "the first attempt is relative or dense")
+        back = tr is not None and tr.direction is Direction.BACK
+        self._must("OpenAttempt", not back or kind is Kind.ABSOLUTE, "a rollback is absolute")
+        return self._open_attempt("OpenAttempt", kind, Direction.BACK if back else Direction.FORWARD, leave_out)
 
-    def _start_session(self) -> list[Effect]:
-        s = self._session
-        assert s is not None
-        gone = sorted(m.engine for m in s.members if (e := self.fleet.of(m)) is None or not e.connected)
-        if gone or s.owners != self._seats.refs or self._seats.missing:
-            # They went while K was being written.
-            return self._session_failed(f"{', '.join(gone) or 'an owner'} was lost")
-        prepare = Prepare(self.record_id, s.epoch, s.target, s.base, s.owners)
+    def roll_back(self) -> list[Effect]:
+        """RollBack: turn the open transition back to the committed version (DESIGN D17)."""
+        return self._roll_back(frozenset())
+
+    def _roll_back(self, leave_out: Collection[str]) -> list[Effect]:
+        self._must("RollBack", self.phase is Phase.IDLE, f"it is {self.phase.value}")
+        tr = self._k.open
+        forward = tr is not None and tr.direction is Direction.FORWARD
+        self._must("RollBack", forward, "no transition is open that goes forward")
+        step = Step(self.leader, "RollBack", self._epoch)
+        return [step, *self._open_attempt("RollBack", Kind.ABSOLUTE, Direction.BACK, leave_out)]
+
+    def _open_attempt(self, action: str, kind: Kind, direction: Direction, leave_out: Collection[str]) -> list[Effect]:
+        k, tr = self._k, self._k.open
+        self._must(action, tr is None or self.candidate_alive, "the candidate died with an owner that pinned it")
+        self._must(
+            action, kind is Kind.DENSE or self._baseline_held, f"the baseline of version {k.version} is not held"
+        )
+        candidate = self._named(k.version + 1) if tr is None else tr.candidate
+        base = self._base(kind, candidate)
+        engines = self.fleet.admitting(k, base, leave_out)
+        few = f"{len(engines)} engines can take part, and {self.members_min} are needed"
+        self._must(action, len(engines) >= self.members_min, few)
+        operations = self.fleet.common_operations(engines)
+        record = k.open_attempt(
+            OpenTransition(
+                target=k.version + 1,
+                candidate=candidate,
+                attempts=1 if tr is None else tr.attempts + 1,
+                kind=kind,
+                owners=self.seats.refs,
+                wire_version=self.fleet.wire_version,
+                operations=operations,
+                content_digest="" if tr is None else tr.content_digest or self._content_found,
+                direction=direction,
+            ),
+            tuple(e.member for e in engines),
+        )
+        evicted = [m for m in k.members if m not in record.members]
+        self._opening = self._new_session(record, base, engines, operations[0] if kind is Kind.RELATIVE else "set")
+        steps = [Step(self.leader, "Evict", record.epoch, f"{m.engine} ({m.incarnation})") for m in evicted]
+        return [*steps, *self._cas(record, "OpenAttempt")]
+
+    def order_open_apply(self) -> list[Effect]:
+        """OrderOpenApply: every member is prepared or, with an asynchronous gate, has staged the epoch (D6, D18).
+
+        The engines of a restore do not wait for one another, for nothing is committed by it.  One that is not prepared
+        refuses, and gets the order again when it is.
+        """
+        under_way = self.phase in (Phase.ATTEMPT, Phase.RESTORING)
+        self._must("OrderOpenApply", under_way, f"it is {self.phase.value}")
+        s = self._s
+        self._must("OrderOpenApply", not s.applying, "it was ordered before")
+        self._must("OrderOpenApply", s.restore or s.ready, "not every member has reported that it may write")
+        s.applying = True
+        order = OpenApply(self.record_id, s.epoch)
+        step = Step(self.leader, "OrderOpenApply", s.epoch)
+        return [step, *(SendMember(m.engine, order) for m in sorted(s.members))]
+
+    def fail_attempt(self, reason: str = "") -> list[Effect]:
+        """AttemptFailed: the attempt cannot be committed any more, or takes too long (DESIGN D14).
+
+        Args:
+            reason: why it is given up, for one that is not known to be broken.
+        """
+        self._must("AttemptFailed", self.phase is Phase.ATTEMPT, f"it is {self.phase.value}")
+        why = self._s.broken or reason
+        self._must("AttemptFailed", why, "nothing is known to be wrong with the attempt")
+        self.phase = Phase.IDLE
+        return [Step(self.leader, "AttemptFailed", self._s.epoch, why)]
+
+    def commit(self) -> list[Effect]:
+        """Commit: every owner sealed, and every member acknowledged just that (DESIGN D8, D11)."""
+        self._must("Commit", self.phase is Phase.ATTEMPT, f"it is {self.phase.value}")
+        s = self._s
+        self._must("Commit", not s.unsealed, f"{', '.join(s.unsealed)} did not seal")
+        self._must("Commit", s.complete, "not every member has acknowledged what the owners sealed")
+        self._must("Commit", self._content_as_named(s), "the owners sealed other content than the record names")
+        operation_id = self._next_operation()
+        return self._cas(self._k.commit(s.content_digest, s.root, operation_id), "Commit", operation_id)
+
+    def stop(self) -> list[Effect]:
+        """Stop: the transition stops and the last attempt is fenced (DESIGN D14)."""
+        self._must("Stop", self.phase is Phase.IDLE, f"it is {self.phase.value}")
+        tr = self._k.open
+        self._must("Stop", tr is not None and not tr.stopped, "no transition is open that goes on")
+        return self._cas(self._k.stop(self._content_found), "Stop")
+
+    def abandon(self) -> list[Effect]:
+        """Abandon: the transition is cleared and fenced; torn members restore (DESIGN D17)."""
+        return self._abandon()
+
+    def _abandon(self) -> list[Effect]:
+        self._must("Abandon", self.phase is Phase.IDLE, f"it is {self.phase.value}")
+        self._must("Abandon", self._k.open is not None, "no transition is open")
+        return self._cas(self._k.abandon(), "Abandon")
+
+    # ------------------------------------------------------------ after a commit
+
+    def publish(self) -> list[Effect]:
+        """Publish: engines read K, and owners fold what was committed (DESIGN D12, D13).  Once."""
+        self._must("Publish", self.phase is Phase.FOLDING, f"it is {self.phase.value}")
+        self._must("Publish", not self._published, "it was published before")
+        self._published = True
+        c = self._k.committed
+        orders = [] if c is None else [SendOwner(o, Fold(self.record_id, c.epoch)) for o in self._owing]
+        return [Step(self.leader, "Publish", self._epoch), *self._tell_engines(), *orders]
+
+    def finish_transition(self) -> list[Effect]:
+        """FinishTransition: every owner of the committed candidate has folded, or lost its baseline (D10, D13)."""
+        self._must("FinishTransition", self.phase is Phase.FOLDING, f"it is {self.phase.value}")
+        self._must("FinishTransition", not self._owing, f"{', '.join(self._owing)} did not fold yet")
+        self.phase = Phase.IDLE
+        c = self._k.committed
+        return [Step(self.leader, "FinishTransition", 0 if c is None else c.epoch)]
+
+    # ------------------------------------------------------------ membership
+
+    def open_restore(self, *, leave_out: Collection[str] = frozenset()) -> list[Effect]:
+        """OpenRestore: a session for every engine that does not hold the committed version (DESIGN D15).
+
+        Args:
+            leave_out: names of engines to leave alone.
+        """
+        folding = self.phase is Phase.FOLDING
+        self._must("OpenRestore", self.phase is Phase.IDLE or folding, f"it is {self.phase.value}")
+        self._must("OpenRestore", self._k.open is None, "a transition is open")
+        c = self._k.committed
+        told = self._published or c is None or c.direction is Direction.BACK
+        self._must("OpenRestore", told or not folding, "the last commit is not published yet")
+        owing = self._owing
+        lost = [name for name, seat in self.seats if not seat.baseline_digest and name not in owing]
+        self._must("OpenRestore", not lost, f"{', '.join(lost)} holds no baseline")
+        self._must("OpenRestore", owing or self._baseline_held, "the baseline is not the committed version")
+        engines = [e for e in self.fleet.present(leave_out) if not e.holds_committed(self._k)]
+        self._must("OpenRestore", engines, "every engine holds the committed version")
+        record = self._k.open_restore()
+        self._opening = self._new_session(record, self._base(Kind.RESTORE, ""), engines, "set")
+        return self._cas(record, "OpenRestore")
+
+    def end_restore(self, reason: str = "") -> list[Effect]:
+        """EndRestore: everybody acknowledged, or somebody failed, or it takes too long (DESIGN D15).
+
+        Args:
+            reason: why it is given up, for one that is neither over nor known to be broken.
+        """
+        self._must("EndRestore", self.phase is Phase.RESTORING, f"it is {self.phase.value}")
+        s = self._s
+        over = s.members <= set(s.roots)
+        self._must("EndRestore", over or s.broken or reason, "engines are still being restored")
+        self.phase = Phase.FOLDING
+        return [Step(self.leader, "EndRestore", s.epoch, s.broken or reason)]
+
+    def admit(self, *, leave_out: Collection[str] = frozenset()) -> list[Effect]:
+        """Admit: engines that hold the committed version become members (DESIGN D15).
+
+        Args:
+            leave_out: names of engines to leave alone.
+        """
+        self._must("Admit", self.phase is Phase.IDLE, f"it is {self.phase.value}")
+        self._must("Admit", self._k.open is None, "a transition is open")
+        holding = [e.member for e in self.fleet.present(leave_out) if e.holds_committed(self._k)]
+        joining = tuple(m for m in holding if m not in self._k.members)
+        self._must("Admit", joining, "no engine that is not a member holds the committed version")
+        return self._cas(self._k.admit(joining), "Admit")
+
+    # ------------------------------------------------------------ the record
+
+    def _found(self, record: CommitRecord | None, revision: int | None) -> list[Effect]:
+        if record is None:
+            total = self.seats.baseline_total
+            if not total:
+                return self._fatal("version 0 cannot be created: an owner has no baseline")
+            return self._cas(CommitRecord.create(self.record_id, self.leader, total), "CreateRecord")
+        self.record, self.revision = record, revision
+        return self._cas(record.take_over(self.leader), "TakeOver")
+
+    def _after(self, reason: str) -> list[Effect]:
+        tr, c = self._k.open, self._k.committed
+        if tr is not None:
+            self.candidate = tr.candidate
+        match reason:
+            case "OpenAttempt" | "OpenRestore":
+                self.phase = Phase.ATTEMPT if reason == "OpenAttempt" else Phase.RESTORING
+                self.session, self._opening = self._opening, None
+                if reason == "OpenAttempt" and not self._s.back:
+                    self._pushes = {o.owner: (o.incarnation, self._s.pushes[o.owner]) for o in self._s.owners}
+                return self._orders()
+            case "Commit":
+                return self._after_commit()
+            case "TakeOver" if tr is None:
+                self.phase = Phase.FOLDING
+                self.candidate = "" if c is None else c.candidate
+                return []
+            case _:
+                self.phase = Phase.IDLE
+                return self._tell_engines()
+
+    def _after_commit(self) -> list[Effect]:
+        s, k = self._s, self._k
+        for e in filter(None, map(self.fleet.of, s.members)):
+            e.state = StorageState(k.version, k.baseline_id, ())
+        self._pushes_over = self._pushes
+        self._published, self._folds, self._overdue = False, {}, set()
+        self.phase = Phase.IDLE if s.back else Phase.FOLDING
+        return self._tell_engines() if s.back else []
+
+    def _orders(self) -> list[Effect]:
+        """What an epoch that was opened is ordered to do."""
+        s = self._s
+        effects: list[Effect] = []
+        for m in sorted(s.members):
+            e = self.fleet.of(m)
+            if e is not None:
+                e.engaged = s.epoch
+            order = Prepare(self.record_id, s.epoch, s.target, s.base, s.owners, m.incarnation, s.stage)
+            effects.append(SendMember(m.engine, order))
         emit = Emit(self.record_id, s.epoch, s.target, s.base, s.operation, s.set_only)
-        effects = self._start_timer("restore" if s.restore else "prepare")
-        effects += [SendMember(m.engine, prepare) for m in sorted(s.members)]
         return effects + [SendOwner(o.owner, emit) for o in s.owners]
 
-    def _open_apply(self, s: Session) -> list[Effect]:
-        if s.applying or s.prepared != s.members:
-            return []
-        s.applying = True
-        effects: list[Effect] = [Step(self.leader, "OrderOpenApply", s.epoch)]
-        if not s.restore:
-            effects += self._start_timer("ack")
-        order = OpenApply(self.record_id, s.epoch)
-        return effects + [SendMember(m.engine, order) for m in sorted(s.members)]
-
-    def _publish(self) -> list[Effect]:
-        """Publish: K has changed; whoever needs to know reads it."""
+    def _tell_engines(self) -> list[Effect]:
+        """K has changed; whoever needs to know reads it."""
         order = Published(self.record_id, self._epoch)
         return [SendMember(name, order) for name, e in sorted(self.fleet.engines.items()) if e.connected]
 
-    def _tell_refused(self, engines: Iterable[Engine]) -> list[Effect]:
-        effects: list[Effect] = []
-        for e in engines:
-            if e.refused:
-                effects.append(Step(self.leader, "RefuseMember", self._epoch, f"{e.join.engine}: {e.refused}"))
-                effects.append(SendMember(e.join.engine, Refuse(self.record_id, self._epoch, e.refused)))
-        return effects
+    # ------------------------------------------------------------ inside
 
-    # ------------------------------------------------------------ reports
+    @property
+    def _s(self) -> Session:
+        assert self.session is not None
+        return self.session
 
-    def _in_session(self, epoch: int) -> Session | None:
-        s = self._session
-        if s is None or s.epoch != epoch or self.phase not in (Phase.ATTEMPT, Phase.RESTORING):
-            return None
-        return s
+    def _named(self, version: int) -> str:
+        """The name of what the owners offer, as a candidate for this version (DESIGN D10)."""
+        return f"v{version}-{self.seats.candidate}"
 
-    def _prepared(self, engine: Engine, report: Prepared) -> list[Effect]:
-        engine.state = report.state
-        s = self._in_session(report.epoch)
-        m = Member(report.engine, report.incarnation)
-        if s is None or m not in s.members:
-            return []
-        if not admits(engine.seen(self._k), s.base):
-            return self._out_of_session(m, f"cannot take a {s.base.kind.value} attempt: it holds {report.state}")
-        if s.restore and engine.holds_committed(self._k):
-            s.drop(m)  # it learned meanwhile that it needs none
-            step = Step(self.leader, "SkipRestore", s.epoch, m.engine)
-            return [step, *self._go_on(s)]
-        s.prepared.add(m)
-        return self._open_apply(s)
+    @property
+    def offer_committed(self) -> bool:
+        """True if what the owners still offer is what was committed last: who committed it did not say so (D16)."""
+        c = self._k.committed
+        return c is not None and c.direction is Direction.FORWARD and c.candidate == self._named(c.version)
 
-    def _sealed(self, report: Sealed) -> list[Effect]:
-        s = self._in_session(report.epoch)
-        if s is None or report.owner in s.sealed:
-            return []
-        s.sealed[report.owner] = report
-        s.took(report.seconds)
-        tr = self._k.open
-        if tr is not None and tr.content_digest and s.content_digest not in ("", tr.content_digest):
-            reason = "candidate changed: this attempt found other content than the one before"
-            return self._session_failed(reason, fatal=True)
-        return self._complete(s)
+    @property
+    def _candidate_offered(self) -> bool:
+        """True if every owner waits with a push, and not with the one whose candidate was committed or turned back."""
+        return all(
+            seat.ready and self._pushes_over.get(name) != (seat.incarnation, seat.ready) for name, seat in self.seats
+        )
 
-    def _acknowledged(self, report: Acknowledged) -> list[Effect]:
-        s = self._in_session(report.epoch)
-        m = Member(report.engine, report.incarnation)
-        if s is None or m not in s.members or not s.applying:
-            return []
-        s.roots[m] = report.manifest_root
-        s.took(report.seconds)
-        return self._complete(s)
+    @property
+    def _content_found(self) -> str:
+        """The candidate's content digest, if the last attempt has found it."""
+        s = self.session
+        return "" if s is None or s.restore or s.back or s.base.candidate != self.candidate else s.content_digest
 
-    # ------------------------------------------------------------ failures
+    def _base(self, kind: Kind, candidate: str) -> Base:
+        held = "" if kind is Kind.DENSE else self._k.baseline_id
+        return Base(kind, self._k.version, held, candidate)
 
-    def _emit_failed(self, report: EmitFailed) -> list[Effect]:
-        if self._in_session(report.epoch) is None:
-            return []
-        return self._session_failed(report.reason, fatal=report.fatal)
-
-    def _member_failed(self, engine: Engine, report: AttemptFailed) -> list[Effect]:
-        engine.state = report.state
-        if self.phase is Phase.ATTEMPT and self._in_session(report.epoch) is not None:
-            engine.attempt_failures += 1
-        return self._out_of_session(Member(report.engine, report.incarnation), report.reason, report.epoch)
-
-    def _out_of_session(self, m: Member, reason: str, epoch: int | None = None) -> list[Effect]:
-        """A member can no longer take part: an attempt fails by it, a restore goes on without it."""
-        s = self._session
-        if s is None or m not in s.members or self.phase not in (Phase.ATTEMPT, Phase.RESTORING):
-            return []
-        if epoch is not None and epoch != s.epoch:
-            return []
-        if self.phase is Phase.ATTEMPT:
-            return self._session_failed(f"{m.engine} {reason}")
-        self._restore_failed(m, reason)
-        s.drop(m)
-        step = Step(self.leader, "RestoreFailed", s.epoch, f"{m.engine}: {reason}")
-        told = self._tell_refused(filter(None, [self.fleet.of(m)]))
-        return [step, *told, *self._go_on(s)]
-
-    def _go_on(self, s: Session) -> list[Effect]:
-        """Go on with a restore that a member has left."""
-        if not s.members:
-            return self._session_failed("no engine is left in the restore")
-        return [*self._open_apply(s), *self._complete(s)]
-
-    def _restore_failed(self, m: Member, reason: str) -> None:
-        e = self.fleet.of(m)
-        if e is None:
-            return
-        e.restore_failures += 1
-        if e.restore_failures >= self.restores_max:
-            e.refused = f"its restore failed {e.restore_failures} times, last: {reason}"
-
-    def _why_late(self, s: Session) -> str:
-        """Why a time-out ran out; members that let it pass, with nobody else to blame, count as silent."""
-        waiting, reason = s.late
-        for m in waiting:
-            e = self.fleet.of(m)
-            if s.restore:
-                self._restore_failed(m, f"time-out: {reason}")
-            elif e is not None:
-                e.silent = True
-        return f"time-out: {reason}"
+    def _new_session(self, record: CommitRecord, base: Base, engines: list[Engine], operation: str) -> Session:
+        tr = record.open
+        forward = tr is not None and tr.direction is Direction.FORWARD
+        return Session(
+            epoch=record.epoch,
+            base=base,
+            target=record.version + 1 if forward else record.version,
+            attempt=0 if tr is None else tr.attempts,
+            members={e.member for e in engines},
+            owners=self.seats.refs,
+            operation=operation,
+            set_only=tuple(sorted({name for e in engines for name in e.join.set_only})),
+            pushes=self.seats.pushes,
+            stage=self.gate_mode == "async",
+        )

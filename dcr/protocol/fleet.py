@@ -1,6 +1,6 @@
 """The engines that a coordinator knows: what each one's storage holds, and what may be asked of it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from dcr.protocol.identity import Base, Kind
@@ -10,6 +10,9 @@ from dcr.protocol.record import CommitRecord, Member
 
 ATTEMPT_FAILURES_MAX = 2
 """An engine that fails so many attempts of one push is left out of the next, if enough others are left."""
+
+ENGINES_MAX = 4096
+"""So many engines are remembered; of more, those are forgotten that nobody needs and that were lost first."""
 
 
 @dataclass
@@ -22,9 +25,14 @@ class Engine:
     silent: bool = False
     """It let a time-out pass and has not been heard of since."""
     refused: str = ""
+    """Why it is not taken in, as it is."""
+    unrestorable: bool = False
+    """That is because its restores failed, so it is forgiven once one has not."""
     restore_failures: int = 0
     attempt_failures: int = 0
     """Attempts of the push under way that it failed."""
+    engaged: int = 0
+    """The epoch that it was last ordered to prepare, until it acknowledges or fails it."""
 
     @property
     def member(self) -> Member:
@@ -36,6 +44,20 @@ class Engine:
         """True if attempts had better go on without it: it is silent, or failed one attempt after another."""
         return self.silent or self.attempt_failures >= ATTEMPT_FAILURES_MAX
 
+    def restore_failed(self, reason: str, failures_max: int) -> None:
+        """A restore of it failed; it is refused once that has happened so often."""
+        self.restore_failures += 1
+        if self.restore_failures >= failures_max:
+            self.refused = f"its restore failed {self.restore_failures} times, last: {reason}"
+            self.unrestorable = True
+
+    def restored(self, record: CommitRecord) -> None:
+        """Its storage is clean at the committed version."""
+        self.state = StorageState(record.version, record.baseline_id, ())
+        self.restore_failures = 0
+        if self.unrestorable:
+            self.refused, self.unrestorable = "", False
+
     def seen(self, record: CommitRecord) -> StorageState:
         """Its state, with the version filled in where the content digest tells it (DESIGN D2)."""
         s = self.state
@@ -43,10 +65,18 @@ class Engine:
             return StorageState(record.version, s.content_digest, ())
         return s
 
-    def holds_committed(self, record: CommitRecord) -> bool:
+    def clean_at(self, record: CommitRecord) -> bool:
         """True if its storage is clean at the committed version."""
         s = self.seen(record)
         return s.clean and s.version == record.version
+
+    def holds_committed(self, record: CommitRecord) -> bool:
+        """True if its storage is clean at the committed version, and no order of K's epoch may yet write to it.
+
+        An engine that was prepared for a restore, even if it needs none, keeps its gate closed until the epoch moves
+        or it has acknowledged: it has to be restored again if that session came to nothing.
+        """
+        return self.clean_at(record) and (self.engaged == 0 or self.engaged != record.epoch)
 
 
 def _held(s: StorageState) -> str:
@@ -71,21 +101,49 @@ class Fleet:
         """Take a first or repeated ``Join``; the engine returned may be a refused one."""
         old = self.engines.get(report.engine)
         same = old is not None and old.join.incarnation == report.incarnation
-        failures = old.restore_failures if old is not None and same else 0
-        refused = old.refused if old is not None and same else ""  # what was refused stays so until it restarts
-        refused = self._why_refused(report) or refused
-        e = Engine(report, report.state, refused=refused, restore_failures=failures)
-        self.engines[report.engine] = e
+        e = Engine(report, report.state)
+        if old is not None and same:
+            e.restore_failures, e.engaged = old.restore_failures, old.engaged
+            e.refused, e.unrestorable = old.refused, old.unrestorable  # what was refused stays so until it restarts
+        why = self._why_refused(report)
+        if why:
+            e.refused, e.unrestorable = why, False
+        self._heard_of(e)
         return e
+
+    def lost(self, e: Engine) -> None:
+        """The connection of this engine ended."""
+        e.connected = False
+        self._heard_of(e)
+
+    def forget(self, needed: Iterable[Member]) -> None:
+        """Forget engines without a connection beyond ENGINES_MAX, those that were heard of first, first.
+
+        Args:
+            needed: members of K and of the session; they are never forgotten.
+        """
+        surplus = len(self.engines) - ENGINES_MAX
+        if surplus <= 0:
+            return
+        names = {m.engine for m in needed}
+        gone = [name for name, e in self.engines.items() if not e.connected and name not in names]
+        for name in gone[:surplus]:
+            del self.engines[name]
 
     def of(self, m: Member) -> Engine | None:
         """The engine of this member, if it still is that incarnation."""
         e = self.engines.get(m.engine)
         return e if e is not None and e.join.incarnation == m.incarnation else None
 
-    def usable(self) -> list[Engine]:
-        """Engines that answer and are not refused, by name."""
-        return [e for _, e in sorted(self.engines.items()) if e.connected and not e.at_fault and not e.refused]
+    def present(self, leave_out: Collection[str] = ()) -> list[Engine]:
+        """Engines that are connected and not refused, by name, but for some."""
+        known = sorted(self.engines.items())
+        return [e for name, e in known if e.connected and not e.refused and name not in leave_out]
+
+    @property
+    def at_fault(self) -> frozenset[str]:
+        """Names of engines that attempts had better go on without."""
+        return frozenset(name for name, e in self.engines.items() if e.at_fault)
 
     def describe(self) -> str:
         """Every engine heard of, and what keeps it from taking part; for people."""
@@ -107,13 +165,9 @@ class Fleet:
             e.silent, e.attempt_failures = False, 0
         return bool(at_fault)
 
-    def joining(self, record: CommitRecord) -> list[Engine]:
-        """Usable engines that are no members, or whose storage is not the committed version."""
-        return [e for e in self.usable() if e.member not in record.members or not e.holds_committed(record)]
-
-    def admitting(self, record: CommitRecord, base: Base) -> list[Engine]:
-        """Usable engines whose storage admits payloads against this base (DESIGN D4)."""
-        found = [e for e in self.usable() if admits(e.seen(record), base)]
+    def admitting(self, record: CommitRecord, base: Base, leave_out: Collection[str] = ()) -> list[Engine]:
+        """Engines present, but for some, whose storage admits payloads against this base (DESIGN D4)."""
+        found = [e for e in self.present(leave_out) if admits(e.seen(record), base)]
         if base.kind is Kind.RELATIVE and not self.common_operations(found):
             return []
         return found
@@ -122,6 +176,11 @@ class Fleet:
         """Relative operations that all of them offer, in the owners' order of preference."""
         offers = [set(e.join.operations) for e in engines]
         return tuple(o for o in self.operations if all(o in offer for offer in offers))
+
+    def _heard_of(self, e: Engine) -> None:
+        """Keep the engines in the order in which they came or went."""
+        self.engines.pop(e.join.engine, None)
+        self.engines[e.join.engine] = e
 
     def _why_refused(self, j: Join) -> str:
         return cut(self._why(j))

@@ -3,7 +3,8 @@
 import enum
 from abc import ABC, abstractmethod
 
-from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, StartTimer, WriteRecord
+from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, WriteRecord
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import CommitRecord
 from dcr.protocol.step import Step
 
@@ -24,7 +25,7 @@ class Phase(enum.StrEnum):
 
 
 class Leader(ABC):
-    """K as its only writer knows it.  What follows from a write is the coordinator's to say.
+    """K as its only writer knows it.  What follows from a write is said by who derives from it.
 
     Args:
         record_id: the record to lead.
@@ -40,10 +41,8 @@ class Leader(ABC):
         self._write: WriteRecord | None = None
         self._rewrites = 0
         self._operations_made = 0
-        self._timer = 0
-        self._waiting = ("", 0)
 
-    # ------------------------------------------------------------ for the coordinator
+    # ------------------------------------------------------------ for who derives from it
 
     @abstractmethod
     def _found(self, record: CommitRecord | None, revision: int | None) -> list[Effect]:
@@ -65,7 +64,7 @@ class Leader(ABC):
     # ------------------------------------------------------------ the control plane's answers
 
     def record_read(self, revision: int | None, record: CommitRecord | None, operation_id: str) -> list[Effect]:
-        """K was read: at the start, or to resolve a write of unknown outcome (DESIGN D3).
+        """K was read: at the start, to resolve a write of unknown outcome (DESIGN D3), or to see who leads (D16).
 
         Args:
             revision: K's revision; None if K is absent.
@@ -74,17 +73,24 @@ class Leader(ABC):
         """
         w = self._write
         if w is None:
-            return self._found(record, revision) if self.phase is Phase.STARTING else []
+            if self.phase is Phase.STARTING:
+                return self._found(record, revision)
+            # Reads may overtake one another: one that is older than our last write tells nothing.
+            late = revision is None or self.revision is None or revision < self.revision
+            return [] if record is None or late or record.leader == self.leader else self._overtaken(record.leader)
         if operation_id == w.operation_id and revision is not None:
-            return self.written(w.operation_id, revision)
+            return [
+                Step(self.leader, "ReadBack", w.record.epoch, operation_id),
+                *self.written(w.operation_id, revision),
+            ]
         if revision != w.expected_revision:
-            return self._overtaken(revision)
+            return self._overtaken("" if record is None else record.leader)
         # The old revision proves nothing: our write may still be on its way.  The same compare-and-set again settles
         # it, for only one of the two can take effect.
         self._rewrites += 1
         if self._rewrites > REWRITES_MAX:
             return self._fatal("the control plane leaves the outcome of a write open again and again")
-        return [w]
+        return [Step(self.leader, "WriteAgain", w.record.epoch, w.operation_id), w]
 
     def written(self, operation_id: str, revision: int) -> list[Effect]:
         """Our compare-and-set took effect."""
@@ -102,13 +108,13 @@ class Leader(ABC):
             return []
         if stored_operation_id == operation_id and revision is not None:
             return self.written(operation_id, revision)  # it was our own write, whose answer was lost
-        return self._overtaken(revision)
+        return self._overtaken("")
 
     def unknown(self, operation_id: str) -> list[Effect]:
         """Our compare-and-set may or may not have taken effect: read K back (DESIGN D3)."""
         if self._write is None or self._write.operation_id != operation_id:
             return []
-        return [Step(self.leader, "ReadBack", self._epoch, operation_id), ReadRecord()]
+        return [ReadRecord()]
 
     # ------------------------------------------------------------ inside
 
@@ -122,29 +128,20 @@ class Leader(ABC):
         self._operations_made += 1
         return f"{self.leader}-{self._operations_made}"
 
-    def _overtaken(self, revision: int | None) -> list[Effect]:
+    def _must(self, action: str, holds: object, why: str) -> None:
+        """The guard of an action: RefusedError, which names the action and why, unless it holds."""
+        if not holds:
+            raise RefusedError(
+                f"{self.leader}: {action} of record {self.record_id!r} was refused at epoch {self._epoch}: {why}"
+            )
+
+    def _overtaken(self, other: str) -> list[Effect]:
+        named = f" ({other})" if other else ""
         return self._fatal(
-            f"another trainer leads record {self.record_id!r} (its revision is now {revision}); "
-            "stop one of the two, or give each its own record_id"
+            f"another trainer{named} leads record {self.record_id!r}; stop one of the two, or give each its own "
+            "record_id"
         )
 
     def _fatal(self, reason: str) -> list[Effect]:
         self.phase = Phase.FATAL
         return [Step(self.leader, "Fatal", self._epoch, reason), Fatal(reason)]
-
-    def _wait(self, name: str, why: str) -> list[Effect]:
-        """Wait idly for somebody to come; whoever comes does not prolong the wait for the others.
-
-        Args:
-            name: of the time-out.
-            why: what is waited for; empty for a wait so common that nobody wants to hear of it.
-        """
-        if self._waiting == (name, self._timer):
-            return []
-        effects = self._start_timer(name)
-        self._waiting = (name, self._timer)
-        return [Step(self.leader, "Wait", self._epoch, why), *effects] if why else effects
-
-    def _start_timer(self, name: str) -> list[Effect]:
-        self._timer += 1
-        return [StartTimer(name, self._timer)]

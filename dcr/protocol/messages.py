@@ -55,8 +55,13 @@ class Prepare(_Message, frozen=True):
     record_id: str
     epoch: int
     target: int
+    """The version that the payloads help to reach; that of the base for a restore and for a rollback (DESIGN D17)."""
     base: Base
     owners: tuple[OwnerRef, ...]
+    incarnation: int
+    """Of the engine that is meant: its successor has other storage and refuses."""
+    stage: bool = False
+    """Asynchronous gate: keep payloads in host memory and the gate open until ``OpenApply`` (DESIGN D18)."""
 
 
 class OpenApply(_Message, frozen=True):
@@ -145,6 +150,14 @@ class Prepared(_Message, frozen=True):
     incarnation: int
     epoch: int
     state: StorageState
+
+
+class Staged(_Message, frozen=True):
+    """Asynchronous gate: everything of this epoch lies in host memory; the old version is still served (DESIGN D18)."""
+
+    engine: str
+    incarnation: int
+    epoch: int
 
 
 class Acknowledged(_Message, frozen=True):
@@ -247,7 +260,7 @@ class Folded(_Message, frozen=True):
 
 
 Order = Prepare | OpenApply | Published | Refuse | Emit | Fold | Outcome
-MemberReport = Join | Prepared | Acknowledged | AttemptFailed | Serving
+MemberReport = Join | Prepared | Staged | Acknowledged | AttemptFailed | Serving
 OwnerReport = OwnerJoin | CandidateReady | Withdraw | Sealed | EmitFailed | Folded
 Report = MemberReport | OwnerReport
 

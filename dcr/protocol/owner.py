@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.identity import Kind, Manifest
+from dcr.protocol.identity import Base, Kind, Manifest
 from dcr.protocol.messages import Emit, Fold, cut
-from dcr.protocol.record import CommitRecord
+from dcr.protocol.record import CommitRecord, Direction, OwnerRef
 from dcr.protocol.step import Step
 
 # ---------------------------------------------------------------- effects
@@ -23,6 +23,13 @@ class CancelEmission:
     """Stop emitting for this epoch; payloads already delivered do no harm, they are fenced."""
 
     epoch: int
+
+
+@dataclass(frozen=True)
+class Again:
+    """Hand this order to ``emit`` again: it came while the baseline was not ready for it."""
+
+    order: Emit
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ Effect = (
     Step
     | StartEmission
     | CancelEmission
+    | Again
     | DeliverManifest
     | ReportSealed
     | ReportEmitFailed
@@ -92,69 +100,113 @@ class Owner:
 
     ::
 
-        emit -> [Emit] -> emitted -> [Seal] -> sealed   ...   fold -> learned(K) -> [BeginFold] -> folded -> [EndFold]
+        emit -> [Emit] -> emitted -> sealed -> [Seal]   ...   fold -> learned(K) -> [BeginFold] -> folded -> [EndFold]
 
     Args:
         name: the owner's name.
         incarnation: new with every start of the process that holds the baseline.
         record_id: the record whose orders this owner obeys.
         baseline_digest: its share of the baseline's content digest; empty if it has no baseline.
+        base: the version that the baseline holds; None if that is not known yet.  Then the first order that needs the
+            baseline tells, for the leader has compared its digest with K's.
+
+    Attributes:
+        base: the version of the baseline; None if there is none, or if it is not known.
+        folding: the mark of a fold (DESIGN D13): the baseline is no version's.
+        folded_epoch: the committed epoch that was folded last, or is being folded; 0 if none was.
+        fence: the epoch of the last order that was obeyed.
     """
 
-    def __init__(self, name: str, incarnation: int, record_id: str, baseline_digest: str) -> None:
+    def __init__(
+        self, name: str, incarnation: int, record_id: str, baseline_digest: str, base: int | None = None
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.record_id = record_id
         self.baseline_digest = baseline_digest
+        self.base = base if baseline_digest else None
         self.folding = False
+        self.folded_epoch = 0
         self.fence = 0
         self._emitting: Emit | None = None
-        self._sealed: dict[int, Manifest] = {}  # by epoch, of the open transition
-        self._fold_epoch: int | None = None
+        self._kept: Emit | None = None  # waits for the fold that is under way or owed
+        self._sealed: dict[int, Manifest] = {}  # by epoch, of the last candidate that was sealed
+        self._candidate = ""  # token of the candidate that was emitted last
+        self._given_up = ""  # token of the candidate whose push was given up here last
+        self._fold_epoch = 0  # ordered, K not yet read
+        self._fold_content = ""  # what the baseline must amount to after the fold under way
         self._last_fold: ReportFolded | None = None
 
+    @property
+    def emitting(self) -> int:
+        """The epoch that is being emitted; 0 if none is."""
+        return 0 if self._emitting is None else self._emitting.epoch
+
+    @property
+    def sealed_epochs(self) -> tuple[int, ...]:
+        """Epochs that this incarnation sealed with its last candidate: what it can fold if K says so."""
+        return tuple(sorted(self._sealed))
+
+    # ------------------------------------------------------------ emission
+
     def emit(self, order: Emit) -> list[Effect]:
-        """Emit: once per epoch (DESIGN D7).
+        """Emit: once per epoch (DESIGN D7), never while the baseline is folded (D13).
+
+        An order that has to wait for a fold is kept, and given back as ``Again`` when the fold is over.
 
         Raises:
-            RefusedError: another record, a fenced epoch, a fold under way (D13), or no baseline for this kind.
+            RefusedError: another record, a fenced epoch, or an order against a version before the baseline's; nothing
+                is changed.
         """
-        self._check(order.record_id, order.epoch)
+        self._check_record(order.record_id)
+        if order.epoch < self.fence:
+            raise RefusedError(f"{self.name}: order of epoch {order.epoch} refused: the fence is at {self.fence}")
         if order.epoch == self.fence:
             return []  # a repeated order: this epoch was or is being emitted
+        base = order.base
+        if self.folding or self._owes_fold(base):
+            if self._kept is None or self._kept.epoch < order.epoch:
+                self._kept = order
+            return []
+        if base.kind is not Kind.DENSE and self.base is not None and self.base > base.version:
+            raise RefusedError(
+                f"{self.name}: a {base.kind.value} order against version {base.version} was refused: "
+                f"the baseline holds version {self.base}"
+            )
         effects: list[Effect] = []
         if self._emitting is not None:
             effects.append(CancelEmission(self._emitting.epoch))
+        self._emitting = self._kept = None
         self.fence = order.epoch
-        self._emitting = None
-        kind = order.base.kind
-        if self.folding:
-            return [*effects, self._cannot(order, "its baseline is being folded")]
-        if kind is not Kind.DENSE and not self.baseline_digest:
-            return [*effects, self._cannot(order, f"it has no baseline, and a {kind.value} attempt needs one")]
+        cannot = self._why_not(base)
+        if cannot:
+            return [*effects, *self._emit_failed(order.epoch, cannot, fatal=self._was_given_up(base))]
+        if base.kind is not Kind.DENSE:
+            self.base = base.version
+        self._candidate = base.candidate or self._candidate
         self._emitting = order
-        return [*effects, Step(self.name, "Emit", order.epoch, kind.value), StartEmission(order)]
+        return [*effects, Step(self.name, "Emit", order.epoch, base.kind.value), StartEmission(order)]
 
-    def emitted(self, manifest: Manifest) -> list[Effect]:
-        """Every payload is delivered; seal the epoch, unless the candidate is not what it was (DESIGN D10)."""
+    def emitted(self, manifest: Manifest, candidate_digest: str = "") -> list[Effect]:
+        """Every payload is delivered; seal the epoch, unless the candidate is not what it was (DESIGN D10).
+
+        Args:
+            manifest: what is to be sealed.
+            candidate_digest: for a rollback, whose content is the baseline's: the content of the weights in which the
+                changed set was found.
+        """
         order = self._emitting
         if order is None or manifest.epoch != order.epoch:
             return []
+        found = candidate_digest if _of_baseline(manifest) else manifest.content_digest
         for sealed in self._sealed.values():
-            if (
-                manifest.base.kind is not Kind.RESTORE
-                and sealed.base.candidate == manifest.base.candidate
-                and sealed.content_digest != manifest.content_digest
-            ):
+            if found and sealed.base.candidate == manifest.base.candidate and sealed.content_digest != found:
                 self._emitting = None
                 reason = (
                     f"candidate changed: the weights owned by {self.name} were stepped between the attempts of epochs "
                     f"{sealed.epoch} and {manifest.epoch}; keep them as they are until push() returns"
                 )
-                return [
-                    Step(self.name, "EmitFailed", manifest.epoch, "candidate changed"),
-                    ReportEmitFailed(manifest.epoch, reason, fatal=True),
-                ]
+                return self._emit_failed(manifest.epoch, reason, fatal=True)
         return [DeliverManifest(manifest)]
 
     def sealed(self, manifest: Manifest) -> list[Effect]:
@@ -162,26 +214,38 @@ class Owner:
         if self._emitting is None or manifest.epoch != self._emitting.epoch:
             return []
         self._emitting = None
-        if manifest.base.kind is not Kind.RESTORE:
+        if not _of_baseline(manifest):
             self._sealed = {e: m for e, m in self._sealed.items() if m.base.candidate == manifest.base.candidate}
             self._sealed[manifest.epoch] = manifest
         return [Step(self.name, "Seal", manifest.epoch), ReportSealed(manifest)]
 
     def emission_failed(self, epoch: int, reason: str, *, fatal: bool = False) -> list[Effect]:
         """EmitFailed: this epoch cannot be sealed."""
-        reason = cut(reason)
         if self._emitting is None or epoch != self._emitting.epoch:
             return []
         self._emitting = None
-        return [Step(self.name, "EmitFailed", epoch, reason), ReportEmitFailed(epoch, reason, fatal)]
+        return self._emit_failed(epoch, cut(reason), fatal=fatal)
+
+    def give_up(self) -> list[Effect]:
+        """The push was given up on this rank: its weights may be others now (DESIGN D10).
+
+        Whoever leads may not have heard of it and order another attempt with the same candidate: that fails by name.
+        """
+        self._given_up = self._candidate
+        order = self._emitting
+        if order is None or order.base.kind is Kind.RESTORE:
+            return []
+        return [CancelEmission(order.epoch), *self.emission_failed(order.epoch, self._why_not(order.base), fatal=True)]
+
+    # ------------------------------------------------------------ the fold
 
     def fold(self, order: Fold) -> list[Effect]:
-        """An order to fold; nothing is folded before K was read (DESIGN D13).
+        """An order to fold.  K decides what is folded, and the fence does not matter: a commit stands (DESIGN D13).
 
         Raises:
-            RefusedError: another record, or an epoch below the fence.
+            RefusedError: another record.
         """
-        self._check(order.record_id, order.epoch)
+        self._check_record(order.record_id)
         if self.folding:
             return []  # a repeated order
         if self._last_fold is not None and self._last_fold.epoch == order.epoch:
@@ -190,42 +254,79 @@ class Owner:
         return [ReadRecord()]
 
     def learned(self, record: CommitRecord) -> list[Effect]:
-        """K was read: fold if its committed epoch is one that this incarnation sealed."""
-        if self._fold_epoch is None or record.record_id != self.record_id:
-            return []
+        """BeginFold: K was read and says that a seal of this incarnation was committed, and it was ordered to fold."""
         c = record.committed
-        if c is None or c.epoch not in self._sealed:
+        if self.folding or record.record_id != self.record_id or c is None or c.epoch != self._fold_epoch:
             return []
-        m = self._sealed[c.epoch]
-        self._fold_epoch = None
+        mine = OwnerRef(self.name, self.incarnation) in c.owners and c.epoch in self._sealed
+        if c.direction is not Direction.FORWARD or not mine or c.epoch == self.folded_epoch:
+            return []
+        self._fold_epoch = 0
         # The mark stands before the first byte: a half-folded baseline neither detects nor restores.
         self.folding = True
-        return [Step(self.name, "BeginFold", c.epoch), FoldBaseline(c.epoch, m.content_digest)]
+        self.base, self.folded_epoch = c.version, c.epoch
+        self._fold_content = self._sealed[c.epoch].content_digest
+        return [Step(self.name, "BeginFold", c.epoch), FoldBaseline(c.epoch, self._fold_content)]
 
     def folded(self, epoch: int, baseline_digest: str) -> list[Effect]:
-        """EndFold: the baseline holds the committed version."""
+        """EndFold: the baseline holds the committed version; LoseBaseline if it digests to anything else.
+
+        Args:
+            epoch: the one of ``FoldBaseline``.
+            baseline_digest: what the baseline amounts to after its last byte.
+        """
         assert self.folding
+        if baseline_digest != self._fold_content:
+            return self.fold_failed(epoch, "what was folded is not what was committed")
         self.folding = False
         self.baseline_digest = baseline_digest
-        self._sealed = {}
         self._last_fold = ReportFolded(epoch, baseline_digest, "")
-        return [Step(self.name, "EndFold", epoch), self._last_fold]
+        return [Step(self.name, "EndFold", epoch), self._last_fold, *self._again()]
 
     def fold_failed(self, epoch: int, reason: str) -> list[Effect]:
         """LoseBaseline: what was folded is not what was committed; the next transition must be dense (D17)."""
         assert self.folding
         reason = cut(reason)
         self.folding = False
-        self.baseline_digest = ""
-        self._sealed = {}
+        self.baseline_digest, self.base = "", None
         self._last_fold = ReportFolded(epoch, "", reason)
-        return [Step(self.name, "LoseBaseline", epoch, reason), self._last_fold]
+        return [Step(self.name, "LoseBaseline", epoch, reason), self._last_fold, *self._again()]
 
-    def _cannot(self, order: Emit, reason: str) -> Effect:
-        return ReportEmitFailed(order.epoch, f"{self.name} cannot emit: {reason}", fatal=False)
+    # ------------------------------------------------------------ inside
 
-    def _check(self, record_id: str, epoch: int) -> None:
+    def _owes_fold(self, base: Base) -> bool:
+        """True if the order is against a version that this owner sealed and has still to fold."""
+        behind = not self.baseline_digest or (self.base is not None and self.base < base.version)
+        sealed = any(m.target == base.version and epoch > self.folded_epoch for epoch, m in self._sealed.items())
+        return base.kind is not Kind.DENSE and behind and sealed
+
+    def _was_given_up(self, base: Base) -> bool:
+        return base.candidate != "" and base.candidate == self._given_up
+
+    def _why_not(self, base: Base) -> str:
+        """Why nothing can be emitted against this base; empty if it can."""
+        if self._was_given_up(base):
+            return f"{self.name} has no candidate: its push was given up"
+        if base.kind is Kind.DENSE:
+            return ""
+        if not self.baseline_digest:
+            return f"{self.name} cannot emit: it has no baseline, and a {base.kind.value} order needs one"
+        if self.base is not None and self.base != base.version:
+            return f"{self.name} cannot emit: its baseline holds version {self.base}, not {base.version}"
+        return ""
+
+    def _again(self) -> list[Effect]:
+        order, self._kept = self._kept, None
+        return [] if order is None else [Again(order)]
+
+    def _emit_failed(self, epoch: int, reason: str, *, fatal: bool) -> list[Effect]:
+        return [Step(self.name, "EmitFailed", epoch, reason), ReportEmitFailed(epoch, reason, fatal)]
+
+    def _check_record(self, record_id: str) -> None:
         if record_id != self.record_id:
             raise RefusedError(f"{self.name}: order of record {record_id!r}; this owner obeys {self.record_id!r}")
-        if epoch < self.fence:
-            raise RefusedError(f"{self.name}: order of epoch {epoch} refused: the fence is at {self.fence}")
+
+
+def _of_baseline(m: Manifest) -> bool:
+    """True for a restore and for a rollback: what is sent is the baseline's content, not the candidate's (D15, D17)."""
+    return m.target == m.base.version

@@ -4,6 +4,7 @@ Every function below that returns a record is one kind of compare-and-set.  They
 the result if, and only if, K is still what the function was given.
 """
 
+import enum
 from typing import Self
 
 import msgspec
@@ -28,6 +29,15 @@ class OwnerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=Tr
     incarnation: int
 
 
+class Direction(enum.StrEnum):
+    """Which way an open transition goes (DESIGN D17)."""
+
+    FORWARD = "forward"
+    """To the candidate."""
+    BACK = "back"
+    """Back to the committed version: torn members get the baseline's bits.  Never turned forward again."""
+
+
 class OpenTransition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A transition that is neither committed nor abandoned, as its latest attempt left it."""
 
@@ -44,6 +54,7 @@ class OpenTransition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The candidate's content digest once an attempt has found it; a retry that finds another one fails."""
     stopped: bool = False
     """No attempt is under way and none follows by itself (DESIGN D14)."""
+    direction: Direction = Direction.FORWARD
 
 
 class Committed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +66,9 @@ class Committed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     members: tuple[Member, ...]
     manifest_root: str
     operation_id: str
+    owners: tuple[OwnerRef, ...] = ()
+    """Whose seals were committed: an owner folds its own seal only (DESIGN D13)."""
+    direction: Direction = Direction.FORWARD
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,24 +100,33 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         assert transition.target == self.version + 1
         assert transition.attempts == before + 1
         assert self.open is None or self.open.candidate == transition.candidate
+        assert self.open is None or self.open.direction is not Direction.BACK or transition.direction is Direction.BACK
         assert members
         return msgspec.structs.replace(self, epoch=self.epoch + 1, open=transition, members=tuple(sorted(members)))
 
     def commit(self, content_digest: str, manifest_root: str, operation_id: str) -> "CommitRecord":
-        """Commit: the candidate becomes the committed version and the baseline of the next delta (DESIGN D11)."""
+        """Commit: the candidate becomes the committed version and the baseline of the next delta (DESIGN D11).
+
+        The commit of a rollback keeps the version: what it brought back is the baseline (DESIGN D17).
+        """
         assert self.open is not None
         assert not self.open.stopped
         assert self.members
+        back = self.open.direction is Direction.BACK
+        assert not back or content_digest == self.baseline_id
+        version = self.version if back else self.open.target
         committed = Committed(
-            version=self.open.target,
+            version=version,
             epoch=self.epoch,
             candidate=self.open.candidate,
             members=self.members,
             manifest_root=manifest_root,
             operation_id=operation_id,
+            owners=self.open.owners,
+            direction=self.open.direction,
         )
         return msgspec.structs.replace(
-            self, version=self.open.target, baseline_id=content_digest, open=None, committed=committed
+            self, version=version, baseline_id=content_digest, open=None, committed=committed
         )
 
     def stop(self, content_digest: str) -> "CommitRecord":

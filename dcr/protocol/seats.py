@@ -1,11 +1,16 @@
 """The owners that a coordinator waits for: who sits where, with what baseline, and which push waits."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+import msgspec
 
 from dcr.protocol.messages import OwnerJoin
 from dcr.protocol.record import OwnerRef
 from dcr.protocol.session import digest_sum
+
+_NAME_DIGITS = 16
 
 
 @dataclass
@@ -71,6 +76,12 @@ class Seats:
     def pushes(self) -> dict[str, int]:
         """Which push of each owner waits."""
         return {name: seat.ready for name, seat in self}
+
+    @property
+    def candidate(self) -> str:
+        """Names the weights that the owners offer: the same pushes have the same name, whoever leads (DESIGN D10)."""
+        offered = [(name, seat.incarnation, seat.ready) for name, seat in self]
+        return hashlib.sha256(msgspec.msgpack.encode(offered)).hexdigest()[:_NAME_DIGITS]
 
     @property
     def refs(self) -> tuple[OwnerRef, ...]:

@@ -29,17 +29,35 @@ class Session:
     set_only: tuple[str, ...]
     pushes: dict[str, int]
     """Which push of each owner offered the candidate."""
+    stage: bool = False
+    """Asynchronous gate: members stage everything before they may write (DESIGN D18)."""
     prepared: set[Member] = field(default_factory=set)
+    staged: set[Member] = field(default_factory=set)
     applying: bool = False
     roots: dict[Member, str] = field(default_factory=dict)
     sealed: dict[str, Sealed] = field(default_factory=dict)
-    folded: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
+    broken: str = ""
+    """Why it cannot be completed as it was opened; empty as long as it can."""
+    hopeless: bool = False
+    """It cannot be completed by whoever is left either.  An attempt needs every member, a restore only its owners."""
+    fatal: bool = False
+    """Another attempt with this candidate cannot succeed either."""
 
     @property
     def restore(self) -> bool:
         """True for a restore session."""
         return self.base.kind is Kind.RESTORE
+
+    @property
+    def back(self) -> bool:
+        """True for an attempt that goes back to the committed version (DESIGN D17)."""
+        return not self.restore and self.target == self.base.version
+
+    @property
+    def ready(self) -> bool:
+        """True when every member may be ordered to write (DESIGN D6, D18)."""
+        return (self.staged if self.stage else self.prepared) >= self.members
 
     @property
     def unsealed(self) -> list[str]:
@@ -58,17 +76,29 @@ class Session:
         return manifest_root({o: r.manifest_digest for o, r in self.sealed.items()})
 
     @property
+    def acknowledged(self) -> bool:
+        """True when every member has acknowledged."""
+        return bool(self.members) and set(self.roots) >= self.members
+
+    @property
     def complete(self) -> bool:
-        """True when every owner has sealed and every member has acknowledged."""
-        return bool(self.members) and set(self.roots) == self.members and not self.unsealed
+        """True when every owner has sealed and every member has acknowledged just that."""
+        if self.unsealed or not self.acknowledged:
+            return False
+        return all(root == self.root for root in self.roots.values())
 
     @property
     def late(self) -> tuple[list[Member], str]:
         """Members that a time-out leaves to blame, and what was waited for."""
-        if self.applying and self.unsealed:
+        preparing = sorted(self.members - self.prepared)
+        if not self.applying and preparing:
+            members, stage = preparing, "prepare"
+        elif self.unsealed and (self.applying or self.stage):
             return [], f"{', '.join(self.unsealed)} did not seal epoch {self.epoch}"
-        done, stage = (set(self.roots), "acknowledge") if self.applying else (self.prepared, "prepare")
-        members = sorted(self.members - done)
+        elif self.applying:
+            members, stage = sorted(self.members - set(self.roots)), "acknowledge"
+        else:
+            members, stage = sorted(self.members - self.staged), "stage"
         return members, f"{', '.join(m.engine for m in members)} did not {stage} epoch {self.epoch}"
 
     def summary(self, attempts_before: int) -> dict[str, float | int | str | list[str]]:
@@ -85,11 +115,19 @@ class Session:
             **{f"seconds_{k}": v for k, v in sorted(self.seconds.items())},
         }
 
-    def drop(self, m: Member) -> None:
-        """Go on without this member."""
+    def break_off(self, reason: str, *, fatal: bool = False) -> None:
+        """It cannot be completed any more, by nobody; the first reason stands."""
+        self.broken = self.broken or reason
+        self.hopeless = True
+        self.fatal |= fatal
+
+    def drop(self, m: Member, reason: str) -> None:
+        """This member cannot take part any more: an attempt is broken by it, a restore goes on without it."""
+        self.broken = self.broken or f"{m.engine} {reason}"
+        if not self.restore:
+            self.hopeless = True
+            return
         self.members.discard(m)
-        self.prepared.discard(m)
-        self.roots.pop(m, None)
 
     def took(self, seconds: dict[str, float]) -> None:
         """Keep the longest time of each stage."""

@@ -18,6 +18,7 @@ from dcr.delivery.interface import Delivery, DeliveryError, sweep
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.leader import Phase
 from dcr.protocol.messages import (
     Acknowledged,
     AttemptFailed,
@@ -26,6 +27,7 @@ from dcr.protocol.messages import (
     Outcome,
     Prepared,
     Serving,
+    Staged,
     decode_report,
     encode_message,
 )
@@ -39,7 +41,7 @@ from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 
 _log = logging.getLogger("dcr.coordinator")
-_MEMBER_REPORTS = (Join, Prepared, Acknowledged, AttemptFailed, Serving)
+_MEMBER_REPORTS = (Join, Prepared, Staged, Acknowledged, AttemptFailed, Serving)
 
 
 class _OwnError(Exception):
@@ -88,6 +90,7 @@ class CoordinatorHost:
             members_min=settings.members_min,
             attempts_max=settings.attempts_max,
             restores_max=settings.restores_max,
+            gate_mode=settings.gate_mode,
         )
         self._peers: dict[tuple[str, str], Peer] = {}
         self._deadline: tuple[float, int] | None = None
@@ -107,6 +110,10 @@ class CoordinatorHost:
     def abandon(self) -> None:
         """Abandon a stopped transition; torn engines are restored (DESIGN D17)."""
         self._post(self._role.abandon)
+
+    def roll_back(self) -> None:
+        """Turn the open transition back to the committed version, if one is open (DESIGN D17)."""
+        self._post(self._role.roll_back)
 
     def dense_next(self) -> None:
         """Make the attempts of the next push dense (DESIGN D14)."""
@@ -238,19 +245,15 @@ class CoordinatorHost:
 
     def _look(self) -> list[effects_.Effect]:
         """Another leader may have taken K over while this one had nothing to write."""
-        if self._role.record is None:
+        if self._role.record is None or self._role.phase is Phase.WRITING:
             return []
         try:
             stored = self._control.read(self._record_id)
         except ControlPlaneUnavailableError:
             return []
-        leader = self._leader if stored is None else self._decoded(stored).leader
-        if leader != self._leader:
-            raise _OwnError(
-                f"another trainer ({leader}) leads record {self._record_id!r}; stop one of the two, or give each its "
-                "own record_id"
-            )
-        return []
+        if stored is None:
+            return []
+        return self._role.record_read(stored.revision, self._decoded(stored), stored.operation_id)
 
     def _write(self, w: effects_.WriteRecord) -> list[effects_.Effect]:
         try:

@@ -1,5 +1,6 @@
 """One owner's emission of one epoch: from changes to delivered payloads to a manifest (paper sections 4 to 7)."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ class CancelledError(Exception):
 class Emission:
     """Detect, encode, deliver; each payload leaves as soon as its bucket is full.
 
+    A rollback detects what the candidate changed, and sends the baseline's bits of it (DESIGN D17).
+
     Args:
         order: the epoch to emit.
         source: this owner's share.
@@ -43,6 +46,9 @@ class Emission:
         self._delivery = delivery
         self._bucket_bytes = bucket_bytes
         self._changes: Iterator[Change] = iter(())
+        self._back = order.base.kind is not Kind.RESTORE and order.target == order.base.version
+        self.begun = False
+        """True once a payload may have left."""
         self.found: ContentDigest | None = None
         """The candidate's content, if this emission found it, whether or not it came to its end."""
 
@@ -67,10 +73,12 @@ class Emission:
                 self._finish_detection()
             raise
         restore = o.base.kind is Kind.RESTORE
-        digest = self._source.baseline_digest if restore else self._source.candidate_digest
-        assert digest is not None
         if not restore:
-            self.found = digest
+            self.found = self._source.candidate_digest
+            if candidate_digest not in (None, self.found):
+                raise RefusedError(self._stepped)
+        digest = self._source.baseline_digest if restore or self._back else self.found
+        assert digest is not None
         return Manifest(
             record_id=o.record_id,
             target=o.target,
@@ -96,6 +104,7 @@ class Emission:
             started = time.perf_counter()
             data = encode_payload(identity, o.base, items)
             encoded = time.perf_counter()
+            self.begun = True
             self._delivery.put(payload_key(identity), data)
             self.seconds["encode"] += encoded - started
             self.seconds["deliver"] += time.perf_counter() - encoded
@@ -119,18 +128,27 @@ class Emission:
             if self.cancelled.is_set():
                 raise CancelledError
         if self._source.candidate_digest != expected:
-            raise RefusedError(
-                f"candidate changed: the weights owned by {self._source.owner} were stepped between two attempts; "
-                "keep them as they are until push() returns"
-            )
+            raise RefusedError(self._stepped)
+
+    @property
+    def _stepped(self) -> str:
+        return (
+            f"candidate changed: the weights owned by {self._source.owner} were stepped between two attempts; "
+            "keep them as they are until push() returns"
+        )
 
     def _items(self) -> Iterator[Item]:
         set_only = frozenset(self.order.set_only)
         relative = Operation(self.order.operation)
         self._changes = self._source.changes(self.order.base.kind)
-        for change in self._changes:
+        for found in self._changes:
+            change = self._turned_back(found) if self._back else found
             if change.indices.numel():
                 yield to_item(change, self.order.base.kind, change.spec.name not in set_only, relative)
+
+    def _turned_back(self, change: Change) -> Change:
+        assert change.old is not None, "a rollback is absolute: its changes are found against the baseline"
+        return dataclasses.replace(change, new=change.old)
 
     def _timed(self, iterator: Iterator[_T], stage: str) -> Iterator[_T]:
         """Count the time spent inside an iterator, and not in its consumer."""

@@ -23,11 +23,12 @@ from dcr.protocol.messages import (
     Prepared,
     Report,
     Serving,
+    Staged,
     decode_order,
     encode_message,
 )
-from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankState
-from dcr.protocol.record import CommitRecord, decode_record
+from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
+from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.fetch import Fetch
@@ -48,6 +49,8 @@ from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
 
 OPERATIONS = ("add", "xor")
+RANK = "0"
+"""The engine's one rank."""
 
 _log = logging.getLogger("dcr.node")
 
@@ -129,7 +132,8 @@ class NodeAgent:
         self._observe = guarded(observe)
         # The role starts with a closed gate; an agent before this one may have left it open.
         engine.close_gate(settings.drain_timeout_s)
-        attach = Attach(name, record_id, tuple(WireSpec.of(s) for s in specs), loaded_digest)
+        tensors = tuple(WireSpec.of(s) for s in specs)
+        attach = Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max)
         answer = decode_answer(engine.rank_call(encode(attach)))
         if answer.refused:
             raise RefusedError(f"engine {name}: {answer.refused}")
@@ -137,7 +141,8 @@ class NodeAgent:
         assert isinstance(attached, Attached)
         self.attached = attached
         self._state = answer.state
-        self._role = role.Node(name, attached.incarnation, record_id)
+        self._role = role.Node(name, attached.incarnation, record_id, (RANK,))
+        self._read_at = time.monotonic()
         self._fetch: Fetch | None = None
         self._changed = threading.Condition()
         self._failed: str = ""
@@ -228,6 +233,7 @@ class NodeAgent:
                 if time.monotonic() >= next_poll:
                     next_poll = time.monotonic() + self._settings.record_poll_s
                     self._do([role.ReadRecord()])
+                    self._check_lease()
                     self._follow_leader()
         except Exception as e:  # noqa: BLE001 - told to whoever waits for the engine
             _log.exception("node agent of engine %s", self._name)
@@ -259,7 +265,9 @@ class NodeAgent:
                 case role.CloseGate():
                     self._close_gate(effect.epoch)
                 case role.OpenGate():
-                    self._open_gate(effect.epoch, effect.version)
+                    self._open_gate(effect.epoch)
+                case role.LetIn():
+                    self._engine.open_gate(effect.version)
                 case role.ReadRecord():
                     self._read_record()
                 case role.ToRank():
@@ -277,6 +285,8 @@ class NodeAgent:
                         self._fetch = None
                 case role.ReportPrepared():
                     self._send(Prepared(self._name, self.attached.incarnation, effect.epoch, effect.state))
+                case role.ReportStaged():
+                    self._send(Staged(self._name, self.attached.incarnation, effect.epoch))
                 case role.ReportAcknowledged():
                     seconds = dict(self._seconds)
                     self._send(Acknowledged(self._name, self.attached.incarnation, effect.epoch, effect.root, seconds))
@@ -307,17 +317,19 @@ class NodeAgent:
             return
         self._do(self._role.gate_closed(epoch))
 
-    def _open_gate(self, epoch: int, version: int) -> None:
+    def _open_gate(self, epoch: int) -> None:
         try:
             self._engine.reset_caches()
         except Exception as e:  # noqa: BLE001 - a user's function may raise anything; the gate then stays closed
             self._do(self._role.gate_stuck(f"its caches could not be reset: {type(e).__name__}: {e}"))
             return
-        # Said before it is done: a watcher that stops the process here stops it with the gate still closed.
-        effects = self._role.gate_opened(epoch, version)
-        self._do([e for e in effects if isinstance(e, Step)])
-        self._engine.open_gate(version)
-        self._do([e for e in effects if not isinstance(e, Step)])
+        try:
+            effects = self._role.gate_ready(epoch)
+        except RefusedError as e:
+            self._warn(str(e))
+            return
+        # The step is said before the gate opens: a watcher that stops the process at it finds the gate closed.
+        self._do(effects)
 
     def _read_record(self) -> None:
         try:
@@ -327,13 +339,29 @@ class NodeAgent:
             return
         if stored is None:
             return
+        self._read_at = time.monotonic()
         record = decode_record(stored.body)
         if self._fetch is not None and self._fetch.order.epoch < record.epoch:
             self._fetch = None  # that attempt can be committed no more
+        try:
+            effects = self._role.read(record)
+        except RefusedError as e:
+            self._warn(str(e))
+        else:
+            self._do(effects)
         answer = self._call(Learn(record))
         for result in answer.results:
             if isinstance(result, RankState):
-                self._learned(record, result)
+                self._do(self._role.learned(record, {RANK: result}))
+
+    def _check_lease(self) -> None:
+        """Serve nothing that may be stale: the record has not been read for too long (DESIGN D16)."""
+        lease = self._settings.serve_lease_s
+        if time.monotonic() - self._read_at > lease:
+            effects = self._role.record_lost()
+            if effects:
+                _log.warning("engine %s closes its gate: the record was not read for %s s", self._name, lease)
+            self._do(effects)
 
     def _follow_leader(self) -> None:
         """Another trainer may lead this record by now; the old one may not know it yet."""
@@ -348,11 +376,11 @@ class NodeAgent:
             self._warned = text
             _log.warning("%s", text)
 
-    def _learned(self, record: CommitRecord, state: RankState) -> None:
-        self._do(self._role.learned(record, state))
-
     def _rank(self, request: Request) -> None:
-        self._settle(self._call(request))
+        answer = self._call(request)
+        if answer.refused:
+            _log.warning("engine %s: %s", self._name, answer.refused)
+        self._settle(answer)
 
     def _fetch_step(self) -> bool:
         fetch = self._fetch
@@ -370,11 +398,13 @@ class NodeAgent:
         for result in answer.results:
             match result:
                 case RankPrepared():
-                    self._do(self._role.rank_prepared(result))
+                    self._do(self._role.rank_prepared(RANK, result))
+                case RankStaged():
+                    self._do(self._role.rank_staged(RANK, result))
                 case RankAcknowledged():
-                    self._do(self._role.rank_acknowledged(result))
+                    self._do(self._role.rank_acknowledged(RANK, result))
                 case RankFailed():
-                    self._do(self._role.rank_failed(result))
+                    self._do(self._role.rank_failed(RANK, result))
                 case _:
                     pass
 

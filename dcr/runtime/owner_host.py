@@ -97,6 +97,7 @@ class OwnerHost:
         self._emission: Emission | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
+        self._begun = ""  # token of the candidate of which something may have been delivered last
         self._push = 0
         self._waiting = False
         self._outcome: Outcome | None = None
@@ -151,8 +152,13 @@ class OwnerHost:
 
     def _withdraw(self) -> None:
         if self._emission is not None and self._emission.order.base.kind is not Kind.RESTORE:
-            self._emission.cancelled.set()
-        self._send(Withdraw(self._source.owner, self._incarnation, self._push))
+            self._emission.cancelled.set()  # at once: the weights may change from here on
+        push = self._push
+        self._post(lambda: self._give_up(push))
+
+    def _give_up(self, push: int) -> Sequence[role.Effect]:
+        self._send(Withdraw(self._source.owner, self._incarnation, push))
+        return self._role.give_up()
 
     def _wait_outcome(self) -> Outcome:
         with self._changed:
@@ -251,40 +257,47 @@ class OwnerHost:
     # ------------------------------------------------------------ effects
 
     def _do(self, effects: Sequence[role.Effect]) -> None:
-        name, incarnation = self._source.owner, self._incarnation
         for effect in effects:
             match effect:
                 case Step():
                     self._observe(effect)
                 case role.StartEmission():
                     emission = Emission(
-                        effect.order, self._source, incarnation, self._delivery, self._settings.bucket_bytes
+                        effect.order, self._source, self._incarnation, self._delivery, self._settings.bucket_bytes
                     )
                     self._emission = emission
                     self._work.put(lambda e=emission: self._emit(e))  # type: ignore[misc]
                 case role.CancelEmission():
                     if self._emission is not None:
                         self._emission.cancelled.set()
+                case role.Again():
+                    self._post(lambda e=effect: self._role.emit(e.order))  # type: ignore[misc]
                 case role.DeliverManifest():
                     self._work.put(lambda m=effect.manifest: self._seal(m))  # type: ignore[misc]
-                case role.ReportSealed():
-                    self._send(self._sealed(effect.manifest))
-                case role.ReportEmitFailed():
-                    self._send(EmitFailed(name, incarnation, effect.epoch, effect.reason, effect.fatal))
+                case role.ReportSealed() | role.ReportEmitFailed() | role.ReportFolded():
+                    self._send(self._report(effect))
                 case role.ReadRecord():
                     self._read_record()
                 case role.FoldBaseline():
                     self._work.put(lambda f=effect: self._fold(f))  # type: ignore[misc]
-                case role.ReportFolded():
-                    seconds = dict(self._seconds)
-                    self._send(Folded(name, incarnation, effect.epoch, effect.baseline_digest, effect.reason, seconds))
+
+    def _report(self, effect: role.ReportSealed | role.ReportEmitFailed | role.ReportFolded) -> Report:
+        name, incarnation = self._source.owner, self._incarnation
+        match effect:
+            case role.ReportSealed():
+                return self._sealed(effect.manifest)
+            case role.ReportEmitFailed():
+                return EmitFailed(name, incarnation, effect.epoch, effect.reason, effect.fatal)
+            case role.ReportFolded():
+                seconds = dict(self._seconds)
+                return Folded(name, incarnation, effect.epoch, effect.baseline_digest, effect.reason, seconds)
 
     def _emit(self, emission: Emission) -> None:
         epoch = emission.order.epoch
         if emission.cancelled.is_set():
             return
         candidate = emission.order.base.candidate
-        if emission.order.base.kind is not Kind.RESTORE and not self._waiting:
+        if not self._holds_candidate(emission.order):
             # Whoever holds no candidate still (its push timed out, or was interrupted) must not make one up.
             reason = f"{self._source.owner} has no candidate: its push was given up"
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=True))
@@ -298,10 +311,24 @@ class OwnerHost:
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
             return
         finally:
+            if emission.begun and candidate:
+                self._begun = candidate
             if emission.found is not None:
                 self._found = {candidate: emission.found}
         self._seconds = dict(emission.seconds)
-        self._post(lambda: self._role.emitted(manifest))
+        found = "" if emission.found is None else emission.found.hex()
+        self._post(lambda: self._role.emitted(manifest, found))
+
+    def _holds_candidate(self, order: Emit) -> bool:
+        """True if the weights may be taken for the candidate, as far as the order is about one.
+
+        A rollback may come when the push has ended in a stop, or when the next one waits already.  If anything of the
+        candidate left here, only its content tells whether the weights are still those: it must have been found.
+        """
+        candidate = order.base.candidate
+        if order.base.kind is not Kind.RESTORE and order.target == order.base.version and candidate == self._begun:
+            return candidate in self._found
+        return order.base.kind is Kind.RESTORE or self._waiting
 
     def _seal(self, m: Manifest) -> None:
         key = manifest_key(m.record_id, m.target, m.epoch, m.owner, m.owner_incarnation)

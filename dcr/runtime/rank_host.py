@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.header import DEFAULT_LIMITS, Limits
 from dcr.data_plane.item import Item, TensorSpec
@@ -12,8 +14,18 @@ from dcr.data_plane.payload import decode_payload, payload_digest
 from dcr.data_plane.prewarm import LoaderClass
 from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
 from dcr.protocol.identity import Manifest, PayloadIdentity, decode_manifest
-from dcr.protocol.messages import OpenApply, Prepare, StorageState
-from dcr.protocol.receiver import UNKNOWN, BeginWrite, Effect, Receiver, Synchronise
+from dcr.protocol.messages import OpenApply, StorageState
+from dcr.protocol.receiver import (
+    UNKNOWN,
+    ApplyStaged,
+    BeginWrite,
+    DropStage,
+    Effect,
+    Hold,
+    PrepareRank,
+    Receiver,
+    Synchronise,
+)
 from dcr.protocol.step import Step
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.rank_messages import (
@@ -70,6 +82,8 @@ class RankHost:
         self._storage: LoaderPath | None = None
         self._receiver: Receiver | None = None
         self._known: dict[str, TensorSpec] = {}
+        self._held: dict[PayloadIdentity, Payload] = {}
+        self._held_bytes = 0
         self._seconds: dict[str, float] = {}
         self._seconds_epoch = -1
 
@@ -93,8 +107,8 @@ class RankHost:
         if receiver is None:
             raise RefusedError("the rank was sent an order before a node agent attached to it")
         match request:
-            case Prepare():
-                return self._carry_out(receiver.prepare(request))
+            case PrepareRank():
+                return self._carry_out(receiver.prepare(request.order, request.record))
             case OpenApply():
                 return self._carry_out(receiver.open_apply(request.record_id, request.epoch))
             case Payload():
@@ -113,12 +127,14 @@ class RankHost:
                 return self._carry_out(receiver.learn(request.record))
 
     def _attach_to(self, request: Attach) -> Attached:
-        if self._attached is not None:
-            if request != self._attach:
+        if self._attached is not None and self._attach is not None:
+            # The bound of a stage is the agent's to choose; all else says what the storage is.
+            if request != msgspec.structs.replace(self._attach, stage_bytes_max=request.stage_bytes_max):
                 raise RefusedError(
                     f"engine {request.engine}: a node agent is attached already, as another engine, to another record "
                     "or with other canonical tensors; restart the engine"
                 )
+            self._attach = request
             return self._attached
         specs = [s.spec for s in request.specs]
         storage = self._factory(specs)
@@ -149,10 +165,19 @@ class RankHost:
             raise CorruptPayloadError(f"bytes fetched for {request.identity} are payload {header.identity}")
         digest = payload_digest(request.data)
         self._took(request.identity.epoch, "decode", started)
-        return self._carry_out(receiver.payload(header.identity, header.base, digest, header.entries), items)
+        effects = receiver.payload(header.identity, header.base, digest, header.entries)
+        return self._carry_out(effects, request, items)
 
-    def _carry_out(self, effects: list[Effect], items: Sequence[Item] = ()) -> list[Result]:
-        """Carry out effects in order; what they lead to is carried out in their place."""
+    def _carry_out(
+        self, effects: list[Effect], payload: Payload | None = None, items: Sequence[Item] = ()
+    ) -> list[Result]:
+        """Carry out effects in order; what they lead to is carried out in their place.
+
+        Args:
+            effects: of the receiver.
+            payload: the one that the effects are about.
+            items: what it decodes to.
+        """
         assert self._receiver is not None
         assert self._storage is not None
         results: list[Result] = []
@@ -160,12 +185,47 @@ class RankHost:
             match effect:
                 case Step():
                     self._observe(effect)
+                case Hold():
+                    assert payload is not None
+                    failed = self._hold(self._receiver, payload)
+                    if failed:  # without these bytes nothing that follows from holding them is true
+                        return results + self._carry_out(failed)
+                case ApplyStaged():
+                    results += self._apply_staged(self._receiver)
+                case DropStage():
+                    self._held, self._held_bytes = {}, 0
                 case BeginWrite():
                     results += self._carry_out(self._write(self._receiver, self._storage, effect.identity, items))
                 case Synchronise():
                     results += self._carry_out(self._synchronise(self._receiver, self._storage, effect.epoch))
                 case _:
                     results.append(effect)
+        return results
+
+    def _hold(self, receiver: Receiver, payload: Payload) -> list[Effect]:
+        """Keep a payload's bytes; beyond the bound the epoch fails, and what is held is let go (DESIGN D18)."""
+        assert self._attach is not None
+        held, bound = self._held_bytes + len(payload.data), self._attach.stage_bytes_max
+        if held > bound:
+            reason = (
+                f"its stage would hold {held} payload bytes in host memory, more than stage_bytes_max = {bound}: raise "
+                "stage_bytes_max, or use the synchronous gate"
+            )
+            return receiver.undeliverable(payload.identity.epoch, reason)
+        self._held[payload.identity] = payload
+        self._held_bytes = held
+        return []
+
+    def _apply_staged(self, receiver: Receiver) -> list[Result]:
+        """Hand in again what is held, and let go of each payload as it is written; a failure lets go of the rest."""
+        results: list[Result] = []
+        while self._held:
+            payload = self._held.pop(next(iter(self._held)))
+            self._held_bytes -= len(payload.data)
+            try:
+                results += self._payload(receiver, payload)
+            except RefusedError as e:  # what was intact when it came is not any more: memory that went bad
+                results += self._carry_out(receiver.undeliverable(payload.identity.epoch, str(e)))
         return results
 
     def _write(

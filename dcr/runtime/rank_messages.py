@@ -6,9 +6,10 @@ from dcr.data_plane.bits import dtype_name, dtype_of
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity
-from dcr.protocol.messages import OpenApply, Prepare, StorageState
-from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankState
+from dcr.protocol.messages import OpenApply, StorageState
+from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
 from dcr.protocol.record import CommitRecord
+from dcr.runtime.settings import STAGE_BYTES_MAX
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -41,6 +42,8 @@ class Attach(_Message, frozen=True):
     specs: tuple[WireSpec, ...]
     loaded_digest: str
     """Content digest of what the loader was fed; empty if unknown."""
+    stage_bytes_max: int = STAGE_BYTES_MAX
+    """Payload bytes that may be held in host memory until they are applied (DESIGN D18)."""
 
 
 class Payload(_Message, frozen=True):
@@ -71,7 +74,7 @@ class Learn(_Message, frozen=True):
     record: CommitRecord
 
 
-Request = Attach | Prepare | OpenApply | Payload | SealedManifest | Undeliverable | Learn
+Request = Attach | PrepareRank | OpenApply | Payload | SealedManifest | Undeliverable | Learn
 
 
 class Attached(_Message, frozen=True):
@@ -83,7 +86,7 @@ class Attached(_Message, frozen=True):
     refused: dict[str, str]
 
 
-Result = Attached | RankPrepared | RankAcknowledged | RankFailed | RankState
+Result = Attached | RankPrepared | RankStaged | RankAcknowledged | RankFailed | RankState
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,6 +5,7 @@ from typing import Self
 
 import msgspec
 
+from dcr.protocol.conductor import GATE_MODES
 from dcr.protocol.errors import RefusedError
 
 BUCKET_BYTES_MAX = 128 << 20
@@ -13,6 +14,9 @@ BUCKET_BYTES_MAX = 128 << 20
 
 LARGEST = 1e9
 """Largest number that a setting may have; seconds beyond it overflow the clocks."""
+STAGE_BYTES_LARGEST = 1 << 50
+"""Largest bound for a stage; memory has more bytes than clocks have seconds."""
+STAGE_BYTES_MAX = 8 << 30
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -20,6 +24,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     operation: str = "add"
     """Relative operation where it is allowed: ``add`` (smaller) or ``xor`` (the paper's)."""
+    gate_mode: str = "sync"
+    """When an engine's gate closes: before payloads are sent (``sync``) or once all are staged (``async``; D18)."""
     bucket_bytes: int = 8 << 20
     """Entries packed into one payload, before compression; at most BUCKET_BYTES_MAX."""
     chunk_elements: int = 1 << 22
@@ -58,6 +64,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Pause between looks for the next payload when none was there."""
     record_poll_s: float = 0.5
     """How often a node reads the commit record by itself."""
+    serve_lease_s: float = 30.0
+    """How long an engine serves on when its node cannot read the commit record (DESIGN D16)."""
+    stage_bytes_max: int = STAGE_BYTES_MAX
+    """Payload bytes that one rank holds in host memory until they are applied (DESIGN D18)."""
     retain_epochs: int = 8
     """Epochs of payloads kept in the delivery store; older ones are swept."""
     events_max: int = 10_000
@@ -66,12 +76,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         if self.operation not in ("add", "xor"):
             raise RefusedError(f"setting operation: {self.operation!r} is not one of add, xor")
+        if self.gate_mode not in GATE_MODES:
+            raise RefusedError(f"setting gate_mode: {self.gate_mode!r} is not one of {', '.join(GATE_MODES)}")
         if self.bucket_bytes > BUCKET_BYTES_MAX:
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not isinstance(value, str) and not 0 < value <= LARGEST:
-                raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {LARGEST:.0e}")
+            largest = STAGE_BYTES_LARGEST if name == "stage_bytes_max" else LARGEST
+            if not isinstance(value, str) and not 0 < value <= largest:
+                raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {largest:.0e}")
+        if self.serve_lease_s <= self.record_poll_s:
+            raise RefusedError(
+                f"setting serve_lease_s: {self.serve_lease_s} must be greater than record_poll_s, which is "
+                f"{self.record_poll_s}: the gate would close between two reads of the record"
+            )
 
     @classmethod
     def of(cls, values: dict[str, object]) -> Self:

@@ -50,6 +50,7 @@ OwnerNext ==
 NodeNext ==
   \E e \in Engines :
     \/ CloseGate(e)
+    \/ LoseRecord(e)
     \/ GateClosed(e)
     \/ OpenGate(e)
     \/ LearnCommit(e)

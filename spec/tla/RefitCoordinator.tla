@@ -41,11 +41,14 @@ AttemptOf(k) ==
   [ epoch |-> k.epoch, kind |-> k.open.kind, version |-> k.version, candidate |-> k.open.candidate,
     direction |-> k.open.direction, owners |-> k.open.owners, members |-> k.members ]
 
-\* @type: ($record) => $order;
-RestoreOf(k) ==
+\* @type: ($record, Str) => $order;
+RestoreOf(k, silent) ==
   [ epoch |-> k.epoch, kind |-> "restore", version |-> k.version, candidate |-> 0, direction |-> "none",
     owners |-> [ o \in Owners |-> own[o].incarnation ],
-    members |-> [ e \in Engines |-> IF Holds(e) THEN 0 ELSE node[e].incarnation ] ]
+    members |-> [ e \in Engines |-> IF Holds(e) \/ e = silent THEN 0 ELSE node[e].incarnation ] ]
+
+NoOrder == [ epoch |-> 0, kind |-> "none", version |-> 0, candidate |-> 0, direction |-> "none",
+             owners |-> [ o \in Owners |-> 0 ], members |-> [ e \in Engines |-> 0 ] ]
 
 \* @type: ($record) => Str;
 PhaseAfter(k) ==
@@ -55,29 +58,28 @@ PhaseAfter(k) ==
     [] k.reason = "TakeOver" /\ k.open.target = 0 -> "folding"
     [] OTHER -> "idle"
 
-\* The writer knows that its write took effect: only now does it send what follows from it.
-\* @type: (Str, $record) => Bool;
-After(c, k) ==
+\* The writer knows that its write took effect: only now does it send what follows from it, to whom it had in mind when
+\* it wrote.
+\* @type: (Str, $record, $order) => Bool;
+After(c, k, order) ==
   /\ coord' = [ coord EXCEPT ![c] =
        [ phase |-> PhaseAfter(k), revision |-> k.revision,
          epoch |-> IF k.reason \in { "OpenAttempt", "OpenRestore" } THEN k.epoch ELSE @.epoch,
          candidate |-> IF k.open.target # 0 THEN k.open.candidate
                        ELSE IF k.reason = "TakeOver" THEN k.committed.candidate ELSE @.candidate ] ]
-  /\ orders' = CASE k.reason = "OpenAttempt" -> orders \union { AttemptOf(k) }
-                 [] k.reason = "OpenRestore" -> orders \union { RestoreOf(k) }
-                 [] OTHER -> orders
+  /\ orders' = IF order.epoch # 0 THEN orders \union { order } ELSE orders
   /\ push' = IF push.candidate = coord[c].candidate
                 /\ (k.reason = "Abandon" \/ (k.reason = "Commit" /\ k.committed.direction = "back"))
              THEN [ push EXCEPT !.over = TRUE ] ELSE push
 
 \* A compare-and-set: it takes effect and the writer is told so, or its answer is lost and it stays in flight.  (D1, D3)
-\* @type: (Str, $record, $faults) => Bool;
-CompareAndSet(c, k, f) ==
+\* @type: (Str, $record, $order, $faults) => Bool;
+CompareAndSet(c, k, order, f) ==
   /\ coord[c].revision = K.revision                                \* compare
-  /\ \/ Store(k) /\ After(c, k) /\ faults' = f /\ UNCHANGED writes
+  /\ \/ Store(k) /\ After(c, k, order) /\ faults' = f /\ UNCHANGED writes
      \/ /\ f.unknowns > 0
         /\ faults' = [ f EXCEPT !.unknowns = @ - 1 ]
-        /\ writes' = writes \union { [ by |-> c, record |-> k ] }
+        /\ writes' = writes \union { [ by |-> c, record |-> k, order |-> order ] }
         /\ coord' = [ coord EXCEPT ![c].phase = "unknown" ]
         /\ UNCHANGED << K, commits, licensed, orders, push >>
   /\ UNCHANGED << applies, failed, ownerVars, engineVars >>
@@ -91,31 +93,38 @@ CompareAndSet(c, k, f) ==
 Attempt(c, kind, direction, silent, f) ==
   LET candidate == IF K.open.target = 0 THEN push.candidate ELSE K.open.candidate
       members == { e \in Engines : e # silent /\ (StaleReports \/ Admits(e, kind, candidate)) }
+      k == [ K EXCEPT !.revision = @ + 1,
+                      !.epoch = @ + 1,
+                      !.members = [ e \in Engines |-> IF e \in members THEN node[e].incarnation ELSE 0 ],
+                      !.open = [ target |-> K.version + 1, candidate |-> candidate, attempts |-> @.attempts + 1,
+                                 kind |-> kind, direction |-> direction,
+                                 owners |-> [ o \in Owners |-> own[o].incarnation ], stopped |-> FALSE ],
+                      !.reason = "OpenAttempt" ]
   IN /\ members \in Enough
-     /\ CompareAndSet(c,
-          [ K EXCEPT !.revision = @ + 1,
-                     !.epoch = @ + 1,
-                     !.members = [ e \in Engines |-> IF e \in members THEN node[e].incarnation ELSE 0 ],
-                     !.open = [ target |-> K.version + 1, candidate |-> candidate, attempts |-> @.attempts + 1,
-                                kind |-> kind, direction |-> direction,
-                                owners |-> [ o \in Owners |-> own[o].incarnation ], stopped |-> FALSE ],
-                     !.reason = "OpenAttempt" ], f)
+     /\ CompareAndSet(c, k, AttemptOf(k), f)
+
+\* A fault that may be drawn on: engine `silent` is left out, unless it is nobody.
+\* @type: (Str) => Bool;
+MayLeaveOut(silent) == silent = "" \/ faults.evictions > 0
+\* @type: (Str) => $faults;
+LeftOut(silent) == IF silent = "" THEN faults ELSE [ faults EXCEPT !.evictions = @ - 1 ]
 
 \* The next attempt.  The first of a transition may be relative; a later one is absolute, or dense.  Once a rollback has
 \* begun nobody turns it forward.  A stopped transition is resumed the same way.  (D4, D14, D17)
-\* @type: (Str) => Bool;
-OpenAttempt(c) ==
+\* @type: (Str, Str, Str) => Bool;
+OpenAttemptOf(c, kind, silent) ==
   /\ coord[c].phase = "idle"
   /\ K.open.attempts < MaxAttempts
   /\ IF K.open.target = 0 THEN ~push.over ELSE CandidateAlive
-  /\ \E kind \in Kinds, silent \in Engines \union { "" } :
-       /\ kind = "relative" => K.open.attempts = 0                 \* only the first
-       /\ kind = "absolute" => K.open.attempts > 0 \/ "relative" \notin Kinds
-       /\ kind # "dense" => BaselineHeld
-       /\ K.open.direction = "back" => kind = "absolute"
-       /\ silent = "" \/ faults.evictions > 0
-       /\ Attempt(c, kind, IF K.open.direction = "back" THEN "back" ELSE "forward", silent,
-                  IF silent = "" THEN faults ELSE [ faults EXCEPT !.evictions = @ - 1 ])
+  /\ kind = "relative" => K.open.attempts = 0                      \* only the first
+  /\ kind = "absolute" => K.open.attempts > 0 \/ "relative" \notin Kinds
+  /\ kind # "dense" => BaselineHeld
+  /\ K.open.direction = "back" => kind = "absolute"
+  /\ MayLeaveOut(silent)
+  /\ Attempt(c, kind, IF K.open.direction = "back" THEN "back" ELSE "forward", silent, LeftOut(silent))
+
+\* @type: (Str) => Bool;
+OpenAttempt(c) == \E kind \in Kinds, silent \in Engines \union { "" } : OpenAttemptOf(c, kind, silent)
 
 \* The operator turns the open transition back: an absolute attempt that carries the baseline's bits.  (D17)
 \* @type: (Str) => Bool;
@@ -129,16 +138,16 @@ RollBack(c) ==
   /\ faults.rollbacks > 0
   /\ Attempt(c, "absolute", "back", "", [ faults EXCEPT !.rollbacks = @ - 1 ])
 
-\* Every member is prepared, or in the asynchronous mode has staged the epoch: now they may write.  (D6, D18)
+\* Every member has reported to be prepared, or in the asynchronous mode to have staged the epoch: now they may write.
+\* Engines of a restore do not wait for one another: nothing is committed by it.  (D6, D15, D18)
 \* @type: (Str) => Bool;
 OrderOpenApply(c) ==
   /\ coord[c].phase \in { "attempt", "restore" }
   /\ coord[c].epoch \notin applies
   /\ \E o \in orders :
        /\ o.epoch = coord[c].epoch
-       /\ \A e \in Engines : o.members[e] # 0 =>
-            /\ o.members[e] = node[e].incarnation
-            /\ \A r \in Ranks : rank[e][r].epoch = o.epoch /\ rank[e][r].stage = (IF Async THEN "staged" ELSE "fenced")
+       /\ o.kind # "restore" => \A e \in Engines : o.members[e] # 0 => \A r \in Ranks :
+            [ epoch |-> o.epoch, engine |-> e, rank |-> r, incarnation |-> o.members[e] ] \in prepared
   /\ applies' = applies \union { coord[c].epoch }
   /\ UNCHANGED << recordVars, coord, orders, push, faults, failed, ownerVars, engineVars >>
 
@@ -177,7 +186,7 @@ Commit(c) ==
                        !.committed = [ version |-> IF K.open.direction = "forward" THEN K.open.target ELSE K.version,
                                        epoch |-> coord[c].epoch, candidate |-> K.open.candidate,
                                        direction |-> K.open.direction, members |-> K.members, root |-> K.open.owners ],
-                       !.reason = "Commit" ], faults)
+                       !.reason = "Commit" ], NoOrder, faults)
 
 \* The transition stops: the last attempt is fenced, clean members go on serving, torn ones stay gated.  (D14)
 \* @type: (Str) => Bool;
@@ -186,7 +195,7 @@ Stop(c) ==
   /\ UnderWay(K)
   /\ faults.stops > 0
   /\ CompareAndSet(c, [ K EXCEPT !.revision = @ + 1, !.epoch = @ + 1, !.open.stopped = TRUE, !.reason = "Stop" ],
-                   [ faults EXCEPT !.stops = @ - 1 ])
+                   NoOrder, [ faults EXCEPT !.stops = @ - 1 ])
 
 \* The transition is cleared and its epoch fenced, before anybody is told: on an operator's word, after a stop, or
 \* because the candidate died with an owner.  (D17)
@@ -194,10 +203,11 @@ Stop(c) ==
 Abandon(c) ==
   /\ coord[c].phase = "idle"
   /\ K.open.target # 0
-  /\ \/ ~CandidateAlive \/ K.open.stopped \/ \E o \in Owners : own[o].stepped
+  /\ \/ ~CandidateAlive \/ K.open.stopped \/ \E o \in Owners : Stepped(o, K.open.candidate)
      \/ faults.abandons > 0
   /\ CompareAndSet(c, [ K EXCEPT !.revision = @ + 1, !.epoch = @ + 1, !.open = NoOpen, !.reason = "Abandon" ],
-       IF ~CandidateAlive \/ K.open.stopped \/ \E o \in Owners : own[o].stepped THEN faults
+       NoOrder,
+       IF ~CandidateAlive \/ K.open.stopped \/ \E o \in Owners : Stepped(o, K.open.candidate) THEN faults
        ELSE [ faults EXCEPT !.abandons = @ - 1 ])
 
 -----------------------------------------------------------------------------
@@ -208,15 +218,15 @@ Abandon(c) ==
 Publish(c) ==
   /\ coord[c].phase = "folding"
   /\ coord[c].revision = K.revision
-  /\ K.committed.epoch \notin told
+  /\ K.committed.epoch \notin told \union { 0 }
   /\ told' = told \union { K.committed.epoch }
   /\ UNCHANGED << recordVars, leaderVars, failed, own, tracker, weights, net, manifests, engineVars >>
 
-\* Every owner has folded, or has lost its baseline: the push is over and the pin is released.  (D10, D13)
+\* Every owner has folded, or has lost its baseline: the push is over and the pin is released.  Who says so writes
+\* nothing, hence need not know that it still leads.  (D10, D13)
 \* @type: (Str) => Bool;
 FinishTransition(c) ==
   /\ coord[c].phase = "folding"
-  /\ coord[c].revision = K.revision
   /\ \A o \in Owners : ~own[o].folding /\ ~OwesFold(o)
   /\ coord' = [ coord EXCEPT ![c].phase = "idle" ]
   /\ push' = IF push.candidate = coord[c].candidate THEN [ push EXCEPT !.over = TRUE ] ELSE push
@@ -226,17 +236,23 @@ FinishTransition(c) ==
 (* Membership.                                                              *)
 
 \* A restore session gets an epoch of its own; it takes in every engine that does not hold the committed version.
-\* Owners answer once they have folded, so the last commit must have been published.  (D6, D13, D15)
-\* @type: (Str) => Bool;
-OpenRestore(c) ==
+\* Owners answer once they have folded, so if one has still to, the last commit must have been published.  (D6, D13, D15)
+\* @type: (Str, Str) => Bool;
+OpenRestoreBut(c, silent) ==
+  LET k == [ K EXCEPT !.revision = @ + 1, !.epoch = @ + 1, !.reason = "OpenRestore" ] IN
   /\ coord[c].phase \in { "idle", "folding" }
   /\ K.open.target = 0
-  /\ K.committed.direction = "forward" => K.committed.epoch \in told
-  /\ \A o \in Owners : own[o].base # NOVERSION
-  /\ \E e \in Engines : ~Holds(e)
-  /\ CompareAndSet(c, [ K EXCEPT !.revision = @ + 1, !.epoch = @ + 1, !.reason = "OpenRestore" ], faults)
+  /\ (\E o \in Owners : OwesFold(o)) => K.committed.epoch \in told
+  /\ \A o \in Owners : own[o].base # NOVERSION \/ OwesFold(o)
+  /\ MayLeaveOut(silent)
+  /\ \E e \in Engines : ~Holds(e) /\ e # silent
+  /\ CompareAndSet(c, k, RestoreOf(k, silent), LeftOut(silent))
 
-\* The session is over: everybody in it acknowledged, or one failed, or it takes too long.  (D15)
+\* @type: (Str) => Bool;
+OpenRestore(c) == \E silent \in Engines \union { "" } : OpenRestoreBut(c, silent)
+
+\* The session is over: everybody in it acknowledged, or one failed, or it takes too long.  An engine that turns out to
+\* hold the version already is restored like the others.  (D15)
 \* @type: (Str) => Bool;
 EndRestore(c) ==
   /\ coord[c].phase = "restore"
@@ -253,15 +269,19 @@ EndRestore(c) ==
 
 \* Engines that hold the committed version become members, as the incarnation that holds it: while no transition is open,
 \* so that what they hold is what K names when the write takes effect.  (D2, D15)
-\* @type: (Str) => Bool;
-Admit(c) ==
+\* @type: (Str, Str) => Bool;
+AdmitBut(c, silent) ==
   /\ coord[c].phase = "idle"
   /\ K.open.target = 0
-  /\ \E e \in Engines : Holds(e) /\ K.members[e] # node[e].incarnation
+  /\ MayLeaveOut(silent)
+  /\ \E e \in Engines : Holds(e) /\ K.members[e] # node[e].incarnation /\ e # silent
   /\ CompareAndSet(c,
        [ K EXCEPT !.revision = @ + 1,
-                  !.members = [ e \in Engines |-> IF Holds(e) THEN node[e].incarnation ELSE K.members[e] ],
-                  !.reason = "Admit" ], faults)
+                  !.members = [ e \in Engines |-> IF Holds(e) /\ e # silent THEN node[e].incarnation ELSE K.members[e] ],
+                  !.reason = "Admit" ], NoOrder, LeftOut(silent))
+
+\* @type: (Str) => Bool;
+Admit(c) == \E silent \in Engines \union { "" } : AdmitBut(c, silent)
 
 -----------------------------------------------------------------------------
 (* Leadership, and writes of unknown outcome.                               *)
@@ -274,7 +294,7 @@ TakeOver(c) ==
   /\ faults.leaders > 0
   /\ LET k == [ K EXCEPT !.revision = @ + 1, !.epoch = @ + 1, !.leader = c, !.token = @ + 1, !.reason = "TakeOver" ] IN
      /\ Store(k)
-     /\ After(c, k)
+     /\ After(c, k, NoOrder)
   /\ faults' = [ faults EXCEPT !.leaders = @ - 1 ]
   /\ UNCHANGED << writes, applies, failed, ownerVars, engineVars >>
 
@@ -287,7 +307,7 @@ ReadBack(c) ==
        /\ w.record.revision = coord[c].revision + 1
        /\ K.revision = w.record.revision                           \* our write, not the old revision
        /\ K = w.record
-       /\ After(c, w.record)
+       /\ After(c, w.record, w.order)
   /\ UNCHANGED << recordVars, applies, failed, faults, ownerVars, engineVars >>
 
 \* K, read back, is at the old revision.  That proves nothing: the same write is made again, and only one of the two can
@@ -300,7 +320,7 @@ WriteAgain(c) ==
        /\ w.by = c
        /\ w.record.revision = coord[c].revision + 1
        /\ Store(w.record)
-       /\ After(c, w.record)
+       /\ After(c, w.record, w.order)
   /\ UNCHANGED << writes, applies, failed, faults, ownerVars, engineVars >>
 
 \* A write in flight arrives at last: it takes effect, or finds another revision and is refused.  (D1)

@@ -44,9 +44,12 @@ Fairness ==
 
 FairSpec == Spec /\ Fairness
 
-\* The last version is committed, folded by every owner that lives, and served by every engine.
+\* The last version is committed, folded by every owner but one that lost its baseline by a restart or a broken pin, and
+\* served by every engine.
 Converges ==
   <>[](/\ K.version = MaxVersion
        /\ \A e \in Engines : node[e].gate = "open" /\ node[e].serving = MaxVersion
-       /\ \A o \in Owners : own[o].base \in { MaxVersion, NOVERSION } /\ ~own[o].folding)
+       /\ \A o \in Owners :
+            /\ ~own[o].folding
+            /\ own[o].base = MaxVersion \/ own[o].incarnation # 1 \/ faults.steps # MaxSteps)
 =============================================================================

@@ -18,8 +18,7 @@ CandidateReady ==
   /\ K.version < MaxVersion
   /\ push' = [ candidate |-> push.candidate + 1, over |-> FALSE ]
   /\ weights' = [ p \in Cells |-> IF Changes(push.candidate + 1, p) THEN push.candidate + 1 ELSE K.baseline[p] ]
-  /\ own' = [ o \in Owners |-> [ own[o] EXCEPT !.sealed = FALSE, !.stepped = FALSE ] ]
-  /\ UNCHANGED << recordVars, coord, orders, applies, failed, told, tracker, net, manifests, engineVars, faults >>
+  /\ UNCHANGED << recordVars, coord, orders, applies, failed, told, own, tracker, net, manifests, engineVars, faults >>
 
 \* The payloads of one owner for one order.  Changes are found by comparing stored bits with the baseline.
 \* @type: (Str, $order) => Set($payload);
@@ -34,15 +33,20 @@ Payloads(o, order) ==
 
 \* An owner emits its share: once per epoch, never while it folds, and without its baseline at the order's version only
 \* what needs none.  Detection, conversion and delivery take their time: payloads arrive whenever they do.  (D4, D7, D13)
+\* @type: (Str, $order) => Bool;
+EmitFor(o, order) ==
+  /\ order.epoch > own[o].fence                                    \* once per epoch
+  /\ ~own[o].folding                                               \* not while it folds
+  /\ order.kind = "dense" \/ own[o].base = order.version
+  /\ net' = net \union Payloads(o, order)
+  /\ own' = [ own EXCEPT ![o].fence = order.epoch, ![o].emitting = order.epoch ]
+  /\ UNCHANGED << recordVars, leaderVars, told, failed, tracker, weights, manifests, engineVars >>
+
 \* @type: (Str) => Bool;
-Emit(o) ==
-  \E order \in orders :
-    /\ order.epoch > own[o].fence                                  \* once per epoch
-    /\ ~own[o].folding                                             \* not while it folds
-    /\ order.kind = "dense" \/ own[o].base = order.version
-    /\ net' = net \union Payloads(o, order)
-    /\ own' = [ own EXCEPT ![o].fence = order.epoch, ![o].emitting = order.epoch ]
-    /\ UNCHANGED << recordVars, leaderVars, told, failed, tracker, weights, manifests, engineVars >>
+Emit(o) == \E order \in orders : EmitFor(o, order)
+
+\* @type: (Str, $content) => $content;
+Share(o, content) == [ p \in Cells |-> IF OwnerOf[p] = o THEN content[p] ELSE 0 ]
 
 \* The owner's manifest: everything it emitted, and its share of the target's content digest.  A candidate whose digest
 \* is no longer what an earlier attempt found is not sealed.  (D8, D10)
@@ -50,24 +54,29 @@ Emit(o) ==
 Seal(o) ==
   \E order \in orders :
     /\ own[o].emitting = order.epoch
-    /\ ~own[o].stepped \/ order.kind = "restore"                   \* the same candidate
+    /\ ~Stepped(o, order.candidate)                                \* the same candidate
     /\ manifests' = manifests \union
          { [ epoch |-> order.epoch, owner |-> o, incarnation |-> own[o].incarnation,
-             bits |-> [ p \in Cells |-> IF OwnerOf[p] # o THEN 0
-                                        ELSE IF order.direction = "forward" THEN weights[p] ELSE tracker[p] ] ] }
-    /\ own' = [ own EXCEPT ![o].emitting = 0, ![o].sealed = @ \/ order.direction = "forward" ]
+             bits |-> Share(o, IF order.direction = "forward" THEN weights ELSE tracker) ] }
+    /\ own' = [ own EXCEPT ![o].emitting = 0, ![o].seal =
+         IF order.direction = "forward" THEN [ candidate |-> order.candidate, bits |-> Share(o, weights) ] ELSE @ ]
     /\ UNCHANGED << recordVars, leaderVars, told, failed, tracker, weights, net, engineVars >>
 
-\* The candidate is not what it was when an earlier attempt sealed it: this attempt fails, by name.  (D10)
+\* The candidate is not what it was when an earlier attempt sealed it, or the order needs a baseline and there is none:
+\* this epoch fails, by name.  (D10, D17)
+\* @type: (Str, $order) => Bool;
+EmitFailedFor(o, order) ==
+  /\ \/ own[o].emitting = order.epoch /\ Stepped(o, order.candidate)
+     \/ /\ order.epoch > own[o].fence
+        /\ order.kind # "dense"
+        /\ own[o].base = NOVERSION
+        /\ ~OwesFold(o)
+  /\ failed' = failed \union { order.epoch }
+  /\ own' = [ own EXCEPT ![o].emitting = 0, ![o].fence = order.epoch ]
+  /\ UNCHANGED << recordVars, coord, orders, applies, push, faults, told, tracker, weights, net, manifests, engineVars >>
+
 \* @type: (Str) => Bool;
-EmitFailed(o) ==
-  \E order \in orders :
-    /\ own[o].emitting = order.epoch
-    /\ own[o].stepped
-    /\ order.kind # "restore"
-    /\ failed' = failed \union { order.epoch }
-    /\ own' = [ own EXCEPT ![o].emitting = 0 ]
-    /\ UNCHANGED << recordVars, leaderVars, told, tracker, weights, net, manifests, engineVars >>
+EmitFailed(o) == \E order \in orders : EmitFailedFor(o, order)
 
 -----------------------------------------------------------------------------
 (* The fold.                                                                *)
@@ -96,7 +105,7 @@ FoldCell(o) ==
 EndFold(o) ==
   /\ own[o].folding
   /\ \A p \in Cells : OwnerOf[p] = o => tracker[p] = weights[p]    \* after the last byte
-  /\ ~own[o].stepped                                               \* what was committed
+  /\ ~Stepped(o, K.committed.candidate)                            \* what was committed
   /\ own' = [ own EXCEPT ![o].folding = FALSE ]
   /\ UNCHANGED << recordVars, leaderVars, told, failed, tracker, weights, net, manifests, engineVars >>
 
@@ -104,7 +113,7 @@ EndFold(o) ==
 \* @type: (Str) => Bool;
 LoseBaseline(o) ==
   /\ own[o].folding
-  /\ own[o].stepped
+  /\ Stepped(o, K.committed.candidate)
   /\ own' = [ own EXCEPT ![o].folding = FALSE, ![o].base = NOVERSION ]
   /\ tracker' = [ p \in Cells |-> IF OwnerOf[p] = o THEN GARBAGE ELSE tracker[p] ]
   /\ UNCHANGED << recordVars, leaderVars, told, failed, weights, net, manifests, engineVars >>
@@ -118,26 +127,27 @@ LoseBaseline(o) ==
 StepCandidate(o) ==
   /\ faults.steps > 0
   /\ ~push.over
-  /\ own[o].sealed
-  /\ ~own[o].stepped
+  /\ own[o].seal.candidate = push.candidate
+  /\ ~Stepped(o, push.candidate)
   /\ own[o].emitting = 0
   /\ ~own[o].folding
   /\ faults' = [ faults EXCEPT !.steps = @ - 1 ]
-  /\ own' = [ own EXCEPT ![o].stepped = TRUE ]
   /\ weights' = [ p \in Cells |->
        IF OwnerOf[p] # o THEN weights[p] ELSE IF p \in Narrow THEN weights[p] + 10 ELSE tracker[p] ]
-  /\ UNCHANGED << recordVars, coord, orders, applies, push, told, failed, tracker, net, manifests, engineVars >>
+  /\ UNCHANGED << recordVars, coord, orders, applies, push, own, told, failed, tracker, net, manifests, engineVars >>
 
 \* An owner dies and comes back as another incarnation: without baseline, with weights that are no longer the candidate.
-\* It obeys any order again, and packs what it emits in its own way.  (D7, D17)
+\* It obeys any order again, and packs what it emits in its own way.  Where the others wait with a push, it pushes again:
+\* together that is another candidate.  (D7, D10, D17)
 \* @type: (Str) => Bool;
 OwnerRestart(o) ==
   /\ faults.owners > 0
   /\ faults' = [ faults EXCEPT !.owners = @ - 1 ]
   /\ own' = [ own EXCEPT ![o] =
        [ incarnation |-> @.incarnation + 1, base |-> NOVERSION, folding |-> FALSE, folded |-> 0, fence |-> 0,
-         emitting |-> 0, sealed |-> FALSE, stepped |-> FALSE ] ]
+         emitting |-> 0, seal |-> NoSeal ] ]
   /\ tracker' = [ p \in Cells |-> IF OwnerOf[p] = o THEN GARBAGE ELSE tracker[p] ]
   /\ weights' = [ p \in Cells |-> IF OwnerOf[p] = o THEN weights[p] + 10 ELSE weights[p] ]
-  /\ UNCHANGED << recordVars, coord, orders, applies, push, told, failed, net, manifests, engineVars >>
+  /\ push' = [ push EXCEPT !.candidate = IF push.over THEN @ ELSE @ + 1 ]
+  /\ UNCHANGED << recordVars, coord, orders, applies, told, failed, net, manifests, engineVars >>
 =============================================================================

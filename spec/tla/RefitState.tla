@@ -21,16 +21,18 @@ EXTENDS Integers
   @typeAlias: open = { target: Int, candidate: Int, attempts: Int, kind: Str, direction: Str, owners: $roster, stopped: Bool };
   @typeAlias: committed = { version: Int, epoch: Int, candidate: Int, direction: Str, members: $roster, root: $roster };
   @typeAlias: record = { revision: Int, version: Int, epoch: Int, leader: Str, token: Int, baseline: $content, members: $roster, open: $open, committed: $committed, reason: Str };
-  @typeAlias: write = { by: Str, record: $record };
-  @typeAlias: coordinator = { phase: Str, revision: Int, epoch: Int, candidate: Int };
   @typeAlias: order = { epoch: Int, kind: Str, version: Int, candidate: Int, direction: Str, owners: $roster, members: $roster };
+  @typeAlias: write = { by: Str, record: $record, order: $order };
+  @typeAlias: coordinator = { phase: Str, revision: Int, epoch: Int, candidate: Int };
+  @typeAlias: report = { epoch: Int, engine: Str, rank: Str, incarnation: Int };
   @typeAlias: payload = { epoch: Int, owner: Str, incarnation: Int, cell: Str, operation: Str, old: Int, new: Int };
   @typeAlias: identity = { owner: Str, incarnation: Int, cell: Str, digest: Int };
   @typeAlias: manifest = { epoch: Int, owner: Str, incarnation: Int, bits: $content };
-  @typeAlias: owner = { incarnation: Int, base: Int, folding: Bool, folded: Int, fence: Int, emitting: Int, sealed: Bool, stepped: Bool };
+  @typeAlias: seal = { candidate: Int, bits: $content };
+  @typeAlias: owner = { incarnation: Int, base: Int, folding: Bool, folded: Int, fence: Int, emitting: Int, seal: $seal };
   @typeAlias: node = { incarnation: Int, gate: Str, fence: Int, serving: Int, opening: Int, version: Int };
   @typeAlias: writing = { epoch: Int, cell: Str, operation: Str, result: Int };
-  @typeAlias: rank = { fence: Int, epoch: Int, stage: Str, armed: Bool, seen: Set($identity), writing: $writing, version: Int, torn: Set(Int), acknowledged: Int };
+  @typeAlias: rank = { fence: Int, epoch: Int, stage: Str, seen: Set($identity), writing: $writing, version: Int, torn: Set(Int), acknowledged: Int };
   @typeAlias: faults = { engines: Int, owners: Int, leaders: Int, writes: Int, waits: Int, evictions: Int, unknowns: Int, steps: Int, stops: Int, abandons: Int, rollbacks: Int };
 *)
 RefitTypeAliases == TRUE
@@ -144,7 +146,11 @@ VARIABLES
   \* What storage really holds.
   \* @type: Str -> (Str -> $content);
   mem,
-  \* @type: Set({ epoch: Int, engine: Str, rank: Str, incarnation: Int });
+  \* Who reported to be prepared or, in the asynchronous mode, to have staged an epoch (D6, D18).
+  \* @type: Set($report);
+  prepared,
+  \* Who acknowledged an epoch (D8).
+  \* @type: Set($report);
   acks,
   \* History, which no party reads: what was committed, and who was let serve it.
   \* @type: Set({ version: Int, epoch: Int, content: $content });
@@ -156,17 +162,18 @@ VARIABLES
   faults
 
 vars == << K, writes, coord, orders, applies, failed, told, push, own, tracker, weights, net, manifests, node, rank,
-           mem, acks, commits, licensed, faults >>
+           mem, prepared, acks, commits, licensed, faults >>
 
 recordVars == << K, commits, licensed, writes >>
 leaderVars == << coord, orders, applies, push, faults >>
 ownerVars == << own, tracker, weights, net, manifests, told >>
-engineVars == << node, rank, mem, acks >>
+engineVars == << node, rank, mem, prepared, acks >>
 
 -----------------------------------------------------------------------------
 
 GARBAGE == -1
 NOVERSION == -1
+NOEPOCH == -1
 
 \* Marks beside candidates' numbers: what wrote on storage since it held a version.
 DENSE == -1
@@ -180,9 +187,19 @@ NoWriting == [ epoch |-> 0, cell |-> "", operation |-> "", result |-> 0 ]
 
 FirstContent == [ p \in Cells |-> 0 ]
 
+\* @type: $seal;
+NoSeal == [ candidate |-> 0, bits |-> FirstContent ]
+
+\* The weights of this owner are not what it sealed in the name of this candidate.  (D10)
+\* @type: (Str, Int) => Bool;
+Stepped(o, candidate) ==
+  /\ own[o].seal.candidate = candidate
+  /\ candidate # 0
+  /\ \E p \in Cells : OwnerOf[p] = o /\ weights[p] # own[o].seal.bits[p]
+
 \* @type: (Int) => $rank;
 CleanRank(version) ==
-  [ fence |-> 0, epoch |-> 0, stage |-> "idle", armed |-> FALSE, seen |-> {}, writing |-> NoWriting,
+  [ fence |-> 0, epoch |-> 0, stage |-> "idle", seen |-> {}, writing |-> NoWriting,
     version |-> version, torn |-> {}, acknowledged |-> 0 ]
 
 \* An attempt is under way: opened, not committed, abandoned or stopped.
@@ -220,15 +237,16 @@ Init ==
   /\ push = [ candidate |-> 0, over |-> TRUE ]
   /\ own = [ o \in Owners |->
        [ incarnation |-> 1, base |-> 0, folding |-> FALSE, folded |-> 0, fence |-> 0, emitting |-> 0,
-         sealed |-> FALSE, stepped |-> FALSE ] ]
+         seal |-> NoSeal ] ]
   /\ tracker = FirstContent
   /\ weights = FirstContent
   /\ net = {}
   /\ manifests = {}
   /\ node = [ e \in Engines |->
-       [ incarnation |-> 1, gate |-> "open", fence |-> 0, serving |-> 0, opening |-> 0, version |-> 0 ] ]
+       [ incarnation |-> 1, gate |-> "open", fence |-> 0, serving |-> 0, opening |-> NOEPOCH, version |-> 0 ] ]
   /\ rank = [ e \in Engines |-> [ r \in Ranks |-> CleanRank(0) ] ]
   /\ mem = [ e \in Engines |-> [ r \in Ranks |-> FirstContent ] ]
+  /\ prepared = {}
   /\ acks = {}
   /\ commits = { [ version |-> 0, epoch |-> 0, content |-> FirstContent ] }
   /\ licensed = Roster(K)

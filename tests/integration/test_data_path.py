@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -19,7 +20,7 @@ from dcr.delivery.folder import FolderDelivery
 from dcr.delivery.interface import payload_key
 from dcr.protocol.identity import Base, Kind, Manifest, encode_manifest, manifest_root
 from dcr.protocol.messages import Emit, OpenApply, Prepare, StorageState
-from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared
+from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared
 from dcr.protocol.record import CommitRecord, Committed, OwnerRef
 from dcr.runtime.emission import Emission
 from dcr.runtime.rank_host import RankHost
@@ -190,8 +191,8 @@ class DataPath:
     def prepare(self, epoch: int, kind: Kind) -> list:
         target = 0 if kind is Kind.RESTORE else 1
         base = Base(kind, 0, "" if kind is Kind.DENSE else self.baseline, "" if kind is Kind.RESTORE else "c")
-        self.order = Prepare("r", epoch, target, base, (OwnerRef(self.source.owner, INCARNATION),))
-        answer = self.call(self.order)
+        self.order = Prepare("r", epoch, target, base, (OwnerRef(self.source.owner, INCARNATION),), 1)
+        answer = self.call(PrepareRank(self.order, CommitRecord("r", 0, epoch, "l", 1, self.baseline)))
         assert [type(r) for r in answer.results] == [RankPrepared]
         return list(answer.results)
 
@@ -305,12 +306,14 @@ def test_a_chain_of_versions_with_every_kind_of_change(tmp_path: Path) -> None:
     set_bits(trained, rng, "all")
     with torch.no_grad():
         path = DataPath(trained, tmp_path / "p", chunk_elements=50, loaded=True)
+        record = CommitRecord("r", 0, 0, "l", 1, path.baseline)
         for version, change in enumerate(["some", "one", "none", "run", "all", "some"] * 2):
             set_bits(trained, rng, change)
             base = Base(Kind.RELATIVE, version, path.baseline, f"c{version}")
             owner = OwnerRef(path.source.owner, INCARNATION)
-            path.order = Prepare("r", version + 1, version + 1, base, (owner,))
-            path.call(path.order)
+            path.order = Prepare("r", version + 1, version + 1, base, (owner,), 1)
+            (prepared,) = path.call(PrepareRank(path.order, msgspec.structs.replace(record, epoch=version + 1))).results
+            assert isinstance(prepared, RankPrepared)
             path.open_apply()
             manifest, requests = path.emit(500, rng.choice(["add", "xor"]))
             for request in requests:
@@ -323,7 +326,8 @@ def test_a_chain_of_versions_with_every_kind_of_change(tmp_path: Path) -> None:
             root = manifest_root({manifest.owner: manifest.digest()})
             after = version + 1
             committed = Committed(after, after, base.candidate, (), root, f"op{after}")
-            answer = path.call(Learn(CommitRecord("r", after, after, "l", 1, path.baseline, committed=committed)))
+            record = CommitRecord("r", after, after, "l", 1, path.baseline, committed=committed)
+            answer = path.call(Learn(record))
             assert answer.state.clean
             assert answer.state.version == after
 

@@ -34,7 +34,8 @@ class RefitReport:
 
     Attributes:
         version: the version now committed.
-        kind: kind of the attempt that committed: relative, absolute or dense.
+        kind: kind of the attempt that committed: relative, absolute or dense; unknown if a coordinator that is gone
+            committed it, and then the counts below are 0.
         attempts: attempts that this push took.
         failures: what stopped the attempts before the last.
         warnings: what went wrong after the commit; the version stands all the same.
@@ -157,6 +158,16 @@ class TrainerRefit:
         """
         if self._coordinator is not None:
             self._coordinator.abandon()
+
+    def roll_back(self) -> None:
+        """Turn an open transition back: engines that it tore get the committed version's bits, in place.
+
+        Call it on the first rank, from another thread while ``push`` waits, which then raises ``PushError``, or after
+        a stop, while the weights are still those that were pushed.  Where that cannot be done the transition is
+        abandoned.  If none is open, and on the other ranks, it does nothing.
+        """
+        if self._coordinator is not None:
+            self._coordinator.roll_back()
 
     def close(self) -> None:
         """End threads and connections; engines go on serving what they serve."""

@@ -1,4 +1,4 @@
-"""docs/ci.md and its workflow name commands that exist, and endings that the commands have."""
+"""The pages about the specification name commands that exist, and endings that the commands have."""
 
 import re
 import shlex
@@ -10,7 +10,8 @@ import yaml
 from dcr.cli.main import parser
 
 DOCS = Path(__file__).parents[3] / "docs"
-COMMAND = re.compile(r"(?:^|`|/)(dcr spec [a-z][^`\n]*)", re.MULTILINE)
+SPEC = DOCS.parent / "spec" / "tla"
+COMMAND = re.compile(r"(?:^ *(?:\$ )?|`|/)(dcr spec [a-z][^`\n]*)", re.MULTILINE)
 
 
 def commands(text):
@@ -18,9 +19,13 @@ def commands(text):
     return [shlex.split(re.sub(r"\$\{\{.*?'(\w+)' \}\}", r"\1", found)) for found in COMMAND.findall(text)]
 
 
-@pytest.mark.parametrize(("name", "least"), [("ci.md", 6), ("ci-workflow.yml", 3)])
-def test_every_command_is_one(name, least):
-    found = commands((DOCS / name).read_text())
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [(DOCS / "ci.md", 9), (DOCS / "ci-workflow.yml", 5), (DOCS / "protocol.md", 12), (SPEC / "README.md", 6)],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_every_command_is_one(page, least):
+    found = commands(page.read_text())
     assert len(found) >= least
     for command in found:
         parser().parse_args(command[1:])

@@ -54,7 +54,8 @@ def emission(
     order: Emit, owner: str, incarnation: int, weights: Mapping[int, int], baseline: Mapping[int, int] | None
 ) -> tuple[list[Payload], Manifest]:
     """What an owner of these cells emits for this order."""
-    source = baseline if order.base.kind is Kind.RESTORE else weights
+    of_baseline = order.target == order.base.version  # a restore, or a rollback
+    source = baseline if of_baseline else weights
     assert source is not None
     entries: list[tuple[str, int, int]] = []
     for i, v in sorted(source.items()):
@@ -62,7 +63,7 @@ def emission(
             entries.append(("set", i, v))
             continue
         assert baseline is not None
-        if v == baseline[i]:
+        if weights[i] == baseline[i]:
             continue
         match order.operation:
             case "add":

@@ -2,7 +2,7 @@
 
 from dcr.protocol import messages as m
 from dcr.protocol.identity import Base, Kind, Manifest, SealedPayload
-from dcr.protocol.record import CommitRecord, Committed, Member, OpenTransition, OwnerRef
+from dcr.protocol.record import CommitRecord, Committed, Direction, Member, OpenTransition, OwnerRef
 
 D0, D1 = "0" * 31 + "a", "0" * 31 + "b"
 BASE = Base(Kind.RELATIVE, 6, D0, "v7-c1-3")
@@ -26,8 +26,9 @@ RECORD = CommitRecord(
         operations=("add", "xor"),
         content_digest=D1,
         stopped=True,
+        direction=Direction.BACK,
     ),
-    committed=Committed(6, 9, "v6-c1-2", (Member("e0", 1),), "f" * 64, "c1-17"),
+    committed=Committed(6, 9, "v6-c1-2", (Member("e0", 1),), "f" * 64, "c1-17", (OwnerRef("o0", 9),)),
 )
 
 MANIFEST = Manifest(
@@ -44,7 +45,7 @@ MANIFEST = Manifest(
 )
 
 ORDERS = (
-    m.Prepare("policy", 10, 7, BASE, (OwnerRef("o0", 9),)),
+    m.Prepare("policy", 10, 7, BASE, (OwnerRef("o0", 9),), 4, stage=True),
     m.OpenApply("policy", 10),
     m.Published("policy", 10),
     m.Refuse("policy", 10, "it reads wire version 0"),
@@ -56,6 +57,7 @@ ORDERS = (
 REPORTS = (
     m.Join("e0", 1, 0, 1, ("add", "xor"), STATE, ("norm.weight",), {"bias": "unknown operator"}),
     m.Prepared("e0", 1, 10, STATE),
+    m.Staged("e0", 1, 10),
     m.Acknowledged("e0", 1, 10, "f" * 64, {"apply": 0.5}),
     m.AttemptFailed("e0", 1, 10, "the loader raised", STATE),
     m.Serving("e0", 1, 10, 7),

@@ -1,39 +1,41 @@
-"""One engine of a deployment: a node and a rank around concrete storage, and what must be true of that storage."""
+"""One engine of a deployment: a node and its ranks, and what must be true of what they serve."""
 
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cells import RECORD_ID, Payload, content_digest, operate
+from cells import RECORD_ID, Payload, content_digest
+from deployed_rank import DeployedRank
 
-from dcr.protocol import node as nodes
-from dcr.protocol import receiver as ranks
+from dcr.protocol import node as roles
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.identity import Kind, Manifest
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     Acknowledged,
     AttemptFailed,
     Join,
-    Prepare,
     Prepared,
     Serving,
+    Staged,
+    StorageState,
 )
 from dcr.protocol.step import Step
 
 if TYPE_CHECKING:
     from deployment import Deployment
 
+    from dcr.protocol.identity import Manifest
+    from dcr.protocol.receiver import Receiver
     from dcr.protocol.record import CommitRecord
 
 
 class DeployedEngine:
-    """Carries out the effects of ``Node`` and ``Receiver``, one small step at a time."""
+    """Carries out the effects of ``Node``, and lets its ranks carry out theirs, one small step at a time."""
 
     def __init__(self, d: "Deployment", name: str) -> None:
         self.d = d
         self.name = name
         self.incarnation = 0
+        self.width = d.random.choice((1, 1, 2))  # ranks; each of them holds every cell
         self.start(loaded=True)
 
     def start(self, *, loaded: bool) -> None:
@@ -41,33 +43,57 @@ class DeployedEngine:
         cells = self.d.history[0]
         self.incarnation += 1
         self.loaded = loaded
-        self.storage = dict(cells) if loaded else {i: self.d.random.randrange(1 << 16) for i in cells}
-        self.receiver = ranks.Receiver(self.name, RECORD_ID, content_digest(cells) if loaded else "")
-        self.node = nodes.Node(self.name, self.incarnation, RECORD_ID)
+        self.ranks = {
+            str(n): DeployedRank(
+                self,
+                str(n),
+                dict(cells) if loaded else {i: self.d.random.randrange(1 << 16) for i in cells},
+                content_digest(cells) if loaded else "",
+            )
+            for n in range(self.width)
+        }
+        self.node = roles.Node(self.name, self.incarnation, RECORD_ID, tuple(self.ranks))
         self.serving: int | None = None  # the version that requests inside are told; None: the gate is closed
-        self.gate_orders: deque[nodes.CloseGate | nodes.OpenGate] = deque()
-        self.rank_orders: deque[nodes.ToRank] = deque()
+        self.gate_orders: deque[roles.CloseGate | roles.OpenGate] = deque()
         self.reads: list[CommitRecord | None] = []  # None: K is still to be read
-        self.write: tuple[Payload, int] | None = None  # and how many of its entries are in place
-        self.fed: Payload | None = None
-        self.synchronising: list[int] = []
         self.fetching: int | None = None
-        self.fetched: set[object] = set()
-        self.prepared = -1  # highest epoch answered with Prepared
-        self.acknowledged: dict[int, int] = {}  # epoch -> target
-        self.relative: set[object] = set()
         self.refused = ""
+
+    # ------------------------------------------------------------ what is there
+
+    @property
+    def storage(self) -> dict[int, int | None]:
+        """What every rank holds; None where they differ."""
+        first, *others = [r.storage for r in self.ranks.values()]
+        return {i: v if all(o[i] == v for o in others) else None for i, v in first.items()}
+
+    @property
+    def receiver(self) -> "Receiver":
+        """The first rank's, for whoever tells of this engine."""
+        return self.ranks["0"].receiver
+
+    @property
+    def write(self) -> Payload | None:
+        """What some rank is writing."""
+        return next((r.write[0] for r in self.ranks.values() if r.write is not None), None)
+
+    @property
+    def acknowledged(self) -> dict[int, int]:
+        """Epochs that every rank acknowledged, and their targets."""
+        first, *others = [r.acknowledged for r in self.ranks.values()]
+        return {epoch: target for epoch, target in first.items() if all(epoch in o for o in others)}
+
+    @property
+    def fetched(self) -> set[str]:
+        """Digests of what has come to every rank."""
+        return set.intersection(*(r.fetched for r in self.ranks.values()))
+
+    def state(self) -> StorageState:
+        return roles.engine_state(r.receiver.state for r in self.ranks.values())
 
     def join(self) -> Join:
         return Join(
-            self.name,
-            self.incarnation,
-            CONTROL_VERSION,
-            0,
-            ("add", "xor"),
-            self.receiver.state,
-            set_only=(),
-            refused={},
+            self.name, self.incarnation, CONTROL_VERSION, 0, ("add", "xor"), self.state(), set_only=(), refused={}
         )
 
     # ------------------------------------------------------------ effects
@@ -77,75 +103,54 @@ class DeployedEngine:
             match e:
                 case Step():
                     self.d.saw(e)
-                case nodes.CloseGate() | nodes.OpenGate():
+                case roles.CloseGate() | roles.OpenGate():
                     self.gate_orders.append(e)
-                case nodes.ReadRecord():
+                case roles.LetIn():
+                    self.serving, self.refused = e.version, ""
+                    self.d.check_serving(self)
+                case roles.ReadRecord():
                     self.reads.append(None)
-                case nodes.ToRank():
-                    self.rank_orders.append(e)
-                case nodes.StartFetch():
+                case roles.ToRank():
+                    self.ranks[e.rank].orders.append(e.order)
+                case roles.StartFetch():
                     self.fetching = e.order.epoch
-                    self.fetched = set()
-                case nodes.StopFetch():
+                    for r in self.ranks.values():
+                        r.fetched = set()
+                case roles.StopFetch():
                     if self.fetching is not None and self.fetching <= e.epoch:
                         self.fetching = None
-                case nodes.ReportPrepared():
-                    self.prepared = max(self.prepared, e.epoch)
+                case roles.ReportPrepared():
+                    assert all(r.prepared >= e.epoch for r in self.ranks.values())
                     self._send(Prepared(self.name, self.incarnation, e.epoch, e.state))
-                case nodes.ReportAcknowledged():
+                case roles.ReportStaged():
+                    self._send(Staged(self.name, self.incarnation, e.epoch))
+                case roles.ReportAcknowledged():
+                    assert e.epoch in self.acknowledged
                     self._send(Acknowledged(self.name, self.incarnation, e.epoch, e.root, {}))
-                case nodes.ReportFailed():
-                    self._send(AttemptFailed(self.name, self.incarnation, e.epoch, e.reason, self.receiver.state))
-                case nodes.ReportServing():
+                case roles.ReportFailed():
+                    self._send(AttemptFailed(self.name, self.incarnation, e.epoch, e.reason, self.state()))
+                case roles.ReportServing():
                     self._send(Serving(self.name, self.incarnation, e.epoch, e.version))
-                case nodes.AskToJoin():
+                case roles.AskToJoin():
                     self._send(self.join())
-                case nodes.GiveUp():
+                case roles.GiveUp():
                     self.refused = e.reason
-                case ranks.BeginWrite():
-                    self._begin_write(e)
-                case ranks.Synchronise():
-                    self.synchronising.append(e.epoch)
-                case ranks.RankPrepared():
-                    self.run(self.node.rank_prepared(e))
-                case ranks.RankAcknowledged():
-                    self.run(self.node.rank_acknowledged(e))
-                case ranks.RankFailed():
-                    self.run(self.node.rank_failed(e))
-                case ranks.RankState():
-                    pass
                 case _:
                     raise AssertionError(e)
 
     def _send(self, report: object) -> None:
         self.d.links[self.name].send_up(report)
 
-    def _begin_write(self, e: ranks.BeginWrite) -> None:
-        p = self.fed
-        assert p is not None
-        assert p.identity == e.identity
-        assert self.write is None
-        if p.base.kind is Kind.RELATIVE:
-            assert p.identity not in self.relative, "RelativeOnce: a relative payload began twice"
-            self.relative.add(p.identity)
-        self.write = (p, 0)
-
-    # ------------------------------------------------------------ orders and K
+    # ------------------------------------------------------------ orders, K and the gate
 
     def order(self, order: object) -> None:
-        """The leader's order arrives at the node."""
-        self._may_refuse(lambda: self.node.order(order))
-
-    def rank_step(self) -> bool:
-        """Hand the oldest order to the rank, once no write is under way."""
-        if not self.rank_orders or self.write is not None:
-            return False
-        order = self.rank_orders.popleft().order
-        if isinstance(order, Prepare):
-            self._may_refuse(lambda: self.receiver.prepare(order))
-        else:
-            self._may_refuse(lambda: self.receiver.open_apply(order.record_id, order.epoch))
-        return True
+        """The leader's order arrives at the node; K is read after it, so what was read before is read again."""
+        self.reads = [None] * len(self.reads)
+        try:
+            effects = self.node.order(order)
+        except RefusedError:
+            return
+        self.run(effects)
 
     def poll(self) -> bool:
         """A node reads K now and then."""
@@ -155,7 +160,7 @@ class DeployedEngine:
         return True
 
     def read_step(self, at: int) -> bool:
-        """Read K, or hand the K that was read to the rank and then to the node."""
+        """Read K, or hand the K that was read to the node, to every rank, and then to the node again."""
         if at >= len(self.reads) or self.d.store.record is None:
             return False
         record = self.reads[at]
@@ -165,11 +170,12 @@ class DeployedEngine:
         if self.write is not None:
             return False
         del self.reads[at]
-        effects = self.receiver.learn(record)
+        try:
+            effects = self.node.read(record)
+        except RefusedError:
+            effects = []
         self.run(effects)
-        state = effects[-1]
-        assert isinstance(state, ranks.RankState)
-        self.run(self.node.learned(record, state))
+        self.run(self.node.learned(record, {name: r.learn(record) for name, r in self.ranks.items()}))
         return True
 
     def gate_step(self, *, stuck: bool = False) -> bool:
@@ -177,10 +183,15 @@ class DeployedEngine:
         if not self.gate_orders:
             return False
         order = self.gate_orders.popleft()
-        if isinstance(order, nodes.OpenGate):
-            self.serving = order.version
-            self.d.check_serving(self)
-            self.run(self.node.gate_opened(order.epoch, order.version))
+        if isinstance(order, roles.OpenGate):
+            if stuck:
+                self.run(self.node.gate_stuck("the caches would not reset"))
+                return True
+            try:
+                effects = self.node.gate_ready(order.epoch)
+            except RefusedError:
+                return True
+            self.run(effects)
         elif stuck:
             self.run(self.node.gate_stuck("requests would not leave"))
         else:
@@ -188,63 +199,36 @@ class DeployedEngine:
             self.run(self.node.gate_closed(order.epoch))
         return True
 
-    def _may_refuse(self, call: Callable[[], list]) -> None:
-        before = (self.receiver.state, dict(self.storage), self.receiver.fence)
-        try:
-            effects = call()
-        except RefusedError:
-            assert before == (self.receiver.state, self.storage, self.receiver.fence), (
-                "a refused input changed something"
-            )
-            return
+    def record_lost(self) -> bool:
+        """K was not reached for so long that what is served may be stale."""
+        effects = self.node.record_lost()
         self.run(effects)
+        return bool(effects)
 
-    # ------------------------------------------------------------ payloads
+    # ------------------------------------------------------------ ranks
 
-    def feed(self, item: Payload | Manifest) -> bool:
-        """A payload or a manifest arrives at the rank."""
-        if self.write is not None:
+    def feed(self, item: "Payload | Manifest") -> bool:
+        """A payload or a manifest arrives at one of the ranks; mostly at one that does not have it."""
+        free = [r for r in self.ranks.values() if r.write is None]
+        if not free:
             return False
-        self.fetched.add(item.digest if isinstance(item, Payload) else item.digest())
-        if isinstance(item, Manifest):
-            self._may_refuse(lambda: self.receiver.manifest(item))
-        else:
-            self.fed = item
-            self._may_refuse(lambda: self.receiver.payload(item.identity, item.base, item.digest, len(item.entries)))
-        return True
+        digest = item.digest if isinstance(item, Payload) else item.digest()
+        lacking = [r for r in free if digest not in r.fetched]
+        return self.d.random.choice(lacking if lacking and self.d.random.random() < 0.9 else free).feed(item)
+
+    def _any(self, step: str, **how: bool) -> bool:
+        first = self.d.random.randrange(self.width)
+        ranks = [*self.ranks.values()]
+        return any(getattr(r, step)(**how) for r in ranks[first:] + ranks[:first])
+
+    def rank_step(self) -> bool:
+        """A rank takes its oldest order, or else a payload of the stage that it applies."""
+        return self._any("step")
 
     def write_step(self, *, fail: bool = False) -> bool:
-        """Write one entry, or end the write; a write that fails leaves garbage where it stood."""
-        if self.write is None:
-            return False
-        p, done = self.write
-        assert self.serving is None, "a write while the gate is open"
-        assert p.identity.epoch >= self.prepared, "FencedWrites: a write of an older epoch after prepare was answered"
-        if fail:
-            self.write = None
-            if done < len(p.entries):
-                self.storage[p.entries[done][1]] ^= 0x5555
-            self.run(self.receiver.write_failed(p.identity, "the loader raised"))
-        elif done == len(p.entries):
-            self.write = None
-            self.run(self.receiver.write_ended(p.identity))
-        else:
-            operation, i, value = p.entries[done]
-            if operation != "set":
-                base = self.d.history[p.base.version]
-                assert self.storage[i] == base[i], "RelativeOnce: a relative entry found other bits than its base's"
-            self.storage[i] = operate(operation, self.storage[i], value)
-            self.write = (p, done + 1)
-        return True
+        """A rank writes one entry, or ends its write."""
+        return self._any("write_step", fail=fail)
 
     def synchronise_step(self, *, fail: bool = False) -> bool:
-        """Everything has reached storage."""
-        if not self.synchronising:
-            return False
-        epoch = self.synchronising.pop(0)
-        effects = self.receiver.synchronise_failed(epoch, "") if fail else self.receiver.synchronised(epoch)
-        for e in effects:
-            if isinstance(e, ranks.RankAcknowledged):
-                self.acknowledged[e.epoch] = self.d.targets[e.epoch]
-        self.run(effects)
-        return True
+        """Everything has reached a rank's storage."""
+        return self._any("synchronise_step", fail=fail)

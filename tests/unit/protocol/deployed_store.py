@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcr.protocol.coordinator_effects import WriteRecord
-from dcr.protocol.record import CommitRecord, decode_record, encode_record
+from dcr.protocol.record import CommitRecord, Direction, decode_record, encode_record
 
 
 @dataclass
@@ -56,8 +56,12 @@ class Store:
         )
         if new.open is not None and not new.open.stopped:
             assert len(new.members) >= self.members_min, "an attempt was opened with fewer than members_min"
-        if new.version == old.version:
-            assert new.committed == old.committed, "OneCommit: only a commit replaces the last one"
+        if new.open is not None and old.open is not None:
+            assert new.open.candidate == old.open.candidate, "a transition changes its candidate"
+            turned = (old.open.direction, new.open.direction) == (Direction.BACK, Direction.FORWARD)
+            assert not turned, "a rollback is turned forward"
+        if new.committed == old.committed:
+            assert new.version == old.version, "only a commit makes a version"
             assert new.baseline_id == old.baseline_id, "MonotoneRecord: content of a committed version"
             if new.epoch == old.epoch:
                 assert new.open == old.open, "a transition changes without a new epoch"
@@ -67,8 +71,13 @@ class Store:
         assert new.open is None
         assert new.epoch == old.epoch, "a commit of another epoch than the open one"
         c, before = new.committed, old.committed
-        assert c is not None
+        assert c is not None, "OneCommit: a commit is forgotten"
         assert (c.version, c.epoch, c.candidate) == (new.version, old.epoch, old.open.candidate)
+        assert (c.owners, c.direction) == (old.open.owners, old.open.direction)
+        if c.direction is Direction.BACK:
+            assert (new.version, new.baseline_id) == (old.version, old.baseline_id), "a rollback changes the version"
+        else:
+            assert new.version == old.version + 1, "a commit that makes no version"
         assert before is None or c.epoch > before.epoch, "OneCommit: an epoch was committed twice"
         assert c.members == old.members == new.members, "a commit by others than the attempt required"
         assert len(c.members) >= self.members_min, "a commit with fewer than members_min"

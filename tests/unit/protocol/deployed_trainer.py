@@ -49,6 +49,8 @@ class DeployedOwner:
         digest = content_digest(self.baseline) if self.baseline is not None else ""
         self.role = owners.Owner(self.name, self.incarnation, RECORD_ID, digest)
         self.emitting: tuple[Emit, list[Payload | Manifest]] | None = None
+        self.found: dict[str, str] = {}  # content of the last candidate of which anything was delivered, by its token
+        self.compared = ""  # content of the weights that the emission under way compares with the baseline
         self.manifest: Manifest | None = None  # emitted, not yet delivered
         self.folds: list[tuple[owners.FoldBaseline, list[int]]] = []
         self.reads: list[CommitRecord | None] = []
@@ -60,10 +62,11 @@ class DeployedOwner:
     # ------------------------------------------------------------ push
 
     def train(self) -> None:
-        """Any number of this owner's cells change."""
+        """Any number of this owner's cells change; one in three goes back to what the baseline says."""
         r = self.d.random
         for i in r.sample(self.indices, r.randint(0, len(self.indices))):
-            self.weights[i] = r.randrange(MODULUS)
+            back = self.baseline is not None and r.random() < 0.3
+            self.weights[i] = self.baseline[i] if self.baseline is not None and back else r.randrange(MODULUS)
 
     def push(self) -> None:
         self.pushes += 1
@@ -74,7 +77,7 @@ class DeployedOwner:
     def give_up(self) -> None:
         """The push times out on this rank, or is interrupted; training goes on."""
         self.pushing = False
-        self.emitting = None
+        self.run(self.role.give_up())
         self._send(Withdraw(self.name, self.incarnation, self.pushes))
         self.train()
 
@@ -119,11 +122,13 @@ class DeployedOwner:
                     self._start(e.order)
                 case owners.CancelEmission():
                     self.emitting = None
+                case owners.Again():
+                    self._may_refuse(self.role.emit, e.order)
                 case owners.DeliverManifest():
                     self.manifest = e.manifest
                 case owners.ReportSealed():
                     m = e.manifest
-                    self.sealed |= m.base.kind is not Kind.RESTORE
+                    self.sealed |= m.target != m.base.version
                     size = len(m.payloads)
                     self._send(
                         Sealed(
@@ -144,6 +149,11 @@ class DeployedOwner:
                 case owners.ReadRecord():
                     self.reads.append(None)
                 case owners.FoldBaseline():
+                    k = self.d.store.record
+                    assert k is not None
+                    assert k.committed is not None
+                    if not k.committed.operation_id.startswith(f"{self.d.coordinator.leader}-"):
+                        self.d.actions["a fold that another leader ordered"] += 1
                     self.folds.append((e, list(self.indices)))
                 case owners.ReportFolded():
                     self._send(Folded(self.name, self.incarnation, e.epoch, e.baseline_digest, e.reason, {}))
@@ -154,16 +164,25 @@ class DeployedOwner:
         self.d.links[self.name].send_up(report)
 
     def _start(self, order: Emit) -> None:
-        if order.base.kind is not Kind.RESTORE and not self.pushing:
+        kind, candidate = order.base.kind, order.base.candidate
+        back = kind is not Kind.RESTORE and order.target == order.base.version
+        self.compared = content_digest(self.weights)
+        # A stopped transition may be turned back while nobody pushes, or while the next push waits: only what was found
+        # of the candidate tells that the weights are still those.
+        holds = self.pushing
+        if back and candidate in self.found:
+            holds = self.found[candidate] == self.compared
+        if kind is not Kind.RESTORE and not holds:
             self.run(self.role.emission_failed(order.epoch, "its push was given up", fatal=True))
             return
-        if order.base.kind is not Kind.DENSE:
+        if kind is not Kind.DENSE:
             assert not self.role.folding, "an emission while the baseline is being folded"
             assert self.baseline == self.share(order.base.version), "BaselineExact: emission against another baseline"
         payloads, manifest = emission(order, self.name, self.incarnation, self.weights, self.baseline)
         self.d.targets[order.epoch] = order.target
-        if order.base.kind is not Kind.RESTORE:
-            self.d.emitted.setdefault(order.epoch, {}).update(self.weights)
+        if kind is not Kind.RESTORE:
+            sent = self.share(order.target) if back else self.weights
+            self.d.emitted.setdefault(order.epoch, {}).update(sent)
         self.emitting = (order, [*payloads, manifest])
 
     # ------------------------------------------------------------ steps
@@ -183,9 +202,11 @@ class DeployedOwner:
             self.run(self.role.emission_failed(order.epoch, "the link is down"))
             return True
         item = left.pop(0)
+        if order.base.kind is not Kind.RESTORE:
+            self.found = {order.base.candidate: self.compared}
         if isinstance(item, Manifest):
             self.emitting = None
-            self.run(self.role.emitted(item))
+            self.run(self.role.emitted(item, self.compared))
         else:
             self.d.pool.setdefault(order.epoch, []).append(item)
         return True
@@ -214,10 +235,10 @@ class DeployedOwner:
             return True
         self.folds.pop(0)
         assert self.baseline is not None or fail
-        found = "" if fail or self.baseline is None else content_digest(self.baseline)
-        if found == order.content_digest:
-            self.run(self.role.folded(order.epoch, found))
-        else:
+        found = "" if self.baseline is None else content_digest(self.baseline)
+        if fail or found != order.content_digest:
             self.baseline = None
-            self.run(self.role.fold_failed(order.epoch, "the candidate is not what was committed"))
+        self.run(
+            self.role.fold_failed(order.epoch, "the copy failed") if fail else self.role.folded(order.epoch, found)
+        )
         return True

@@ -16,7 +16,7 @@ from deployed_trainer import DeployedOwner
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
 from dcr.protocol.identity import Manifest
-from dcr.protocol.record import CommitRecord
+from dcr.protocol.record import CommitRecord, Direction
 from dcr.protocol.step import Step
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Deployment:
         self.hosts = {x.name: x for x in (*self.owners, *self.engines)}
         self.leaders = 0
         self.attempts_max = r.randint(1, 4)
+        self.gate_mode = r.choice(["sync", "async"])
         self.fault_rate = r.choice([0.01, 0.03, 0.1])
         self.orphaned = False
         self.replaced: set[str] = set()
@@ -95,6 +96,7 @@ class Deployment:
             members_min=self.members_min,
             attempts_max=self.attempts_max,
             restores_max=self.random.choice([1, 3]),
+            gate_mode=self.gate_mode,
         )
         self.reads = 0
         self.timers: list[int] = []
@@ -112,8 +114,11 @@ class Deployment:
         target = self.emitted.get(epoch, {})
         assert len(target) == CELLS, "a commit of an epoch that not every owner emitted"
         assert new.baseline_id == content_digest(target), "K names other content than was emitted"
-        assert opened.content_digest in ("", new.baseline_id), "a commit of another candidate than K named"
-        self.history[new.version] = target
+        if opened.direction is Direction.BACK:
+            assert target == self.history[new.version], "a rollback to other bits than the committed version's"
+        else:
+            assert opened.content_digest in ("", new.baseline_id), "a commit of another candidate than K named"
+            self.history[new.version] = target
         for m in new.members:
             e = next(e for e in self.engines if e.name == m.engine)
             if e.incarnation != m.incarnation:
@@ -139,6 +144,8 @@ class Deployment:
                 assert o.baseline is not None
                 assert content_digest(o.baseline) == o.role.baseline_digest, "BaselineExact: digest"
                 assert any(o.baseline == o.share(v) for v in self.history), "BaselineExact: not a committed version"
+                if o.role.base is not None:
+                    assert o.baseline == o.share(o.role.base), "BaselineExact: another version than the owner says"
 
     # ------------------------------------------------------------ the coordinator's shell
 
@@ -184,16 +191,28 @@ class Deployment:
             self.run(c.unknown(o))
             return True
         took = s.take_effect(w)
+        if took:
+            self._count(w.order)
         if not w.awaited:
             self.orphaned |= took
-        elif x < 2 * fault:
+        elif x < 1.7 * fault:
             self.run(c.unknown(o))
+        elif x < 2 * fault:
+            self.replace_leader()  # it dies before it has the answer
         elif took:
             assert s.revision is not None
             self.run(c.written(o, s.revision))
         else:
             self.run(c.conflict(o, s.revision, s.operation_id))
         return True
+
+    def _count(self, w: WriteRecord) -> None:
+        """What a schedule came by, beside the steps that roles emit."""
+        k = w.record
+        if w.reason == "OpenAttempt" and k.open is not None and f"-{k.leader}-" not in k.open.candidate:
+            self.actions["an attempt of another leader's transition"] += 1
+        if w.reason == "Commit" and k.committed is not None and k.committed.direction is Direction.BACK:
+            self.actions["a rollback that was committed"] += 1
 
     # ------------------------------------------------------------ links
 
@@ -228,6 +247,7 @@ class Deployment:
 
     def disconnect(self, name: str) -> None:
         link = self.links[name]
+        link.down.clear()
         if link.connected:
             link.breaks(self.random.randint(0, len(link.up)), Lost(self.hosts[name].incarnation))
 
@@ -245,12 +265,18 @@ class Deployment:
 
     def boot_trainer(self, *, resumed: bool) -> None:
         """The whole trainer, coordinator included, dies and comes back."""
-        for link_name, link in self.links.items():
+        for o in self.owners:
+            self.links[o.name].down.clear()
+            o.start(resumed=resumed)
+        self.replace_leader()
+
+    def replace_leader(self) -> None:
+        """Another coordinator leads; owners and engines live on and come to it.  What the old one sent may be late."""
+        for link in self.links.values():
             link.connected = False
             link.up.clear()
-            link.down.clear()
-            if link_name[0] == "o":
-                self.hosts[link_name].start(resumed=resumed)
+            while len(link.down) > self.random.randint(0, 3):
+                link.down.pop()
         for w in self.store.writes:
             w.awaited = False
         self._lead()
@@ -264,7 +290,10 @@ class Deployment:
             first = "version 0 cannot be created" in self.fatal
             assert first or self.orphaned or "again and again" in self.fatal, self.fatal
             self.orphaned = False
-            self.boot_trainer(resumed=first or r.random() < 0.7)
+            if first or r.random() < 0.6:
+                self.boot_trainer(resumed=first or r.random() < 0.7)
+            else:
+                self.replace_leader()
         e, o, name = self._pick(self.engines), self._pick(self.owners), self._pick(self.names)
         x = r.random()
         if x >= self.fault_rate:
@@ -336,25 +365,35 @@ class Deployment:
             if r.random() < 0.5:  # it comes to the same push as the others, with weights of its own
                 o.train()
                 o.push()
-        elif n < 0.70:
+        elif n < 0.69:
             self.boot_trainer(resumed=r.random() < 0.5)
-        elif n < 0.80:
+        elif n < 0.71:
+            self.replace_leader()
+        elif n < 0.79:
             if self.timers and (self.timers[-1] != r.choice(self.timers) or r.random() < 0.5):
                 self.run(self.coordinator.expired(r.choice(self.timers)))
-        elif n < 0.83:
+        elif n < 0.81:
             self.run(self.coordinator.abandon())
+        elif n < 0.83:
+            self.run(self.coordinator.roll_back())
         elif n < 0.84:
             self.coordinator.dense_next()
         elif n < 0.88:
-            self._step_candidate(o)
-        elif n < 0.895 and o.pushing:
+            self._step_candidate(next((x for x in self.owners if x.pushing and x.sealed), o))
+            if r.random() < 0.6:
+                self.run(self.coordinator.roll_back())
+        elif n < 0.90 and o.pushing:
             o.give_up()
-            if r.random() < 0.5:
+            if r.random() < 0.6:
                 o.push()
+                if r.random() < 0.4:
+                    self.replace_leader()  # which hears of the second push alone
         elif n < 0.92 and any(x.pushing for x in self.owners):
             for x in self.owners:
                 if not x.pushing:
                     x.push()
+        elif n < 0.94:
+            e.record_lost()
         else:
             e.poll()
 
@@ -363,7 +402,8 @@ class Deployment:
         if o.pushing and not o.sealed:
             return  # nothing that was sealed tells the two apart: the trainer's pin (hold, snapshot) must prevent it
         i = self.random.choice(o.indices)
-        o.weights[i] = (o.weights[i] + 1) % MODULUS
+        back = o.baseline is not None and o.baseline[i] != o.weights[i] and self.random.random() < 0.8
+        o.weights[i] = o.baseline[i] if o.baseline is not None and back else (o.weights[i] + 1) % MODULUS
         o.stepped = o.pushing
 
     # ------------------------------------------------------------ when faults stop

@@ -1,9 +1,11 @@
-"""A coordinator alone, and what its peers would say to it."""
+"""A coordinator or a conductor alone, and what its peers would say to it."""
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from dcr.protocol.conductor import Conductor
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
 from dcr.protocol.identity import manifest_root
@@ -16,6 +18,7 @@ from dcr.protocol.messages import (
     OwnerJoin,
     Prepared,
     Sealed,
+    Staged,
     StorageState,
 )
 
@@ -24,14 +27,22 @@ if TYPE_CHECKING:
 
 D0, D1, D2 = (f"{n:032x}" for n in (10, 11, 12))
 V0 = StorageState(0, D0, ())
-TORN = StorageState(0, D0, ("v1-c1-1",))
+
+
+def token(version: int, push: int, incarnation: int = 1, owner: str = "o") -> str:
+    """The candidate's name where one owner offers it: the same push, the same name, whoever leads (DESIGN D10)."""
+    offered = hashlib.sha256(msgspec.msgpack.encode([[owner, incarnation, push]])).hexdigest()
+    return f"v{version}-{offered[:16]}"
+
+
+TORN = StorageState(0, D0, (token(1, 1),))
 
 
 class Leader:
     """A coordinator with a control plane that answers at once; what it sends is kept until taken."""
 
-    def __init__(self, owners: tuple[str, ...] = ("o",), **settings: int) -> None:
-        self.c = Coordinator("policy", "c1", owners, wire_version=0, **{"attempts_max": 3, **settings})
+    def __init__(self, owners: tuple[str, ...] = ("o",), name: str = "c1", **settings: object) -> None:
+        self.c = self.role(owners, name, settings)
         self.revision: int | None = None
         self.record: CommitRecord | None = None
         self.sent: list = []
@@ -40,6 +51,9 @@ class Leader:
         self.fatal = ""
         self.hold_writes = False
         self.held: list[WriteRecord] = []
+
+    def role(self, owners: tuple[str, ...], name: str, settings: dict) -> Conductor:
+        return Coordinator("policy", name, owners, wire_version=0, **{"attempts_max": 3, **settings})
 
     def do(self, effects: list) -> None:
         for e in effects:
@@ -94,6 +108,9 @@ class Leader:
     def prepared(self, engine: str, state: StorageState = V0) -> None:
         self.member(Prepared(engine, 1, self.epoch, state))
 
+    def staged(self, engine: str) -> None:
+        self.member(Staged(engine, 1, self.epoch))
+
     def seals(self, content: str = D1, incarnation: int = 1) -> None:
         self.owner(Sealed("o", incarnation, self.epoch, "digest", content, 1, 8, 1, 3, {}))
 
@@ -103,11 +120,18 @@ class Leader:
     def fails(self, engine: str, state: StorageState = TORN) -> None:
         self.member(AttemptFailed(engine, 1, self.epoch, "the loader raised", state))
 
-    def folded(self) -> None:
-        self.owner(Folded("o", 1, self.epoch, D1, "", {}))
+    def folded(self, content: str = D1) -> None:
+        self.owner(Folded("o", 1, self.epoch, content, "", {}))
 
 
-def leading(*engines: str, **settings: int) -> Leader:
+class Bare(Leader):
+    """A conductor: nothing happens but what a test does."""
+
+    def role(self, owners: tuple[str, ...], name: str, settings: dict) -> Conductor:
+        return Conductor("policy", name, owners, wire_version=0, **settings)
+
+
+def leading(*engines: str, **settings: object) -> Leader:
     at = Leader(**settings)
     at.owner_joins()
     for e in engines:
@@ -116,7 +140,7 @@ def leading(*engines: str, **settings: int) -> Leader:
     return at
 
 
-def attempting(*engines: str, **settings: int) -> Leader:
+def attempting(*engines: str, **settings: object) -> Leader:
     at = leading(*engines, **settings)
     at.push()
     return at
@@ -129,4 +153,23 @@ def committed(*engines: str) -> Leader:
     at.seals()
     for e in engines:
         at.acknowledged(e)
+    return at
+
+
+def stopped(content: str) -> Leader:
+    """A transition that stopped after its only attempt; with this content found, or none."""
+    at = attempting("a", attempts_max=1)
+    at.prepared("a")
+    if content:
+        at.seals(content)
+    at.fails("a")
+    assert at.reasons[-1] == "Stop"
+    at.take()
+    return at
+
+
+def succeeding(old: Leader, **settings: object) -> Leader:
+    """A new leader of the record that another one led; nobody has come to it yet."""
+    at = Leader(name="c2", **settings)
+    at.record, at.revision = old.record, old.revision
     return at

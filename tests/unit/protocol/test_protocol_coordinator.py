@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from leader import D0, D1, D2, TORN, V0, Leader, attempting, committed, leading
+from leader import D0, D1, D2, TORN, V0, Leader, attempting, committed, leading, stopped, token
 
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.identity import Kind, manifest_root
@@ -27,7 +27,7 @@ from dcr.protocol.messages import (
     StorageState,
     Withdraw,
 )
-from dcr.protocol.record import Member
+from dcr.protocol.record import Member, OwnerRef
 
 
 def kinds(orders: list) -> list[str]:
@@ -41,7 +41,7 @@ def test_the_synchronous_schedule() -> None:
     at.push()
     a, b, emit = at.take()
     assert isinstance(a, Prepare)
-    assert a == b
+    assert (a, a.incarnation, a.stage) == (b, 1, False)
     assert isinstance(emit, Emit)
     assert (emit.base.kind, emit.base.version, emit.base.baseline_id, emit.operation) == (Kind.RELATIVE, 0, D0, "add")
     at.prepared("a")
@@ -57,6 +57,7 @@ def test_the_synchronous_schedule() -> None:
     assert (at.record.version, at.record.epoch, at.record.baseline_id) == (1, 1, D1)
     assert at.record.committed is not None
     assert at.record.committed.members == (Member("a", 1), Member("b", 1))
+    assert at.record.committed.owners == (OwnerRef("o", 1),)
     assert at.take() == [Published("policy", 1), Published("policy", 1), Fold("policy", 1)]
     at.folded()
     (outcome,) = at.take()
@@ -165,23 +166,12 @@ def test_attempts_are_bounded_and_the_stop_is_named() -> None:
     assert at.c.phase is Phase.IDLE
 
 
-def stopped(content: str) -> Leader:
-    at = attempting("a", attempts_max=1)
-    at.prepared("a")
-    if content:
-        at.seals(content)
-    at.fails("a")
-    assert at.reasons[-1] == "Stop"
-    at.take()
-    return at
-
-
 def test_a_stopped_transition_is_resumed_with_the_same_weights() -> None:
     at = stopped(D1)
     at.push(2)
     assert at.record is not None
     assert at.record.open is not None
-    assert (at.record.open.attempts, at.record.open.candidate) == (2, "v1-c1-1")
+    assert (at.record.open.attempts, at.record.open.candidate) == (2, token(1, 1))
     at.prepared("a", TORN)
     at.seals(D1)
     at.acknowledged("a")
@@ -265,57 +255,6 @@ def test_engines_that_cannot_take_part_are_refused_by_name(changes: dict, why: s
     assert at.record.members == (Member("a", 1),)
 
 
-def test_restore_then_admit() -> None:
-    at = leading("a")
-    at.joins("new", StorageState(None, "", ("unknown",)))
-    prepare, emit = at.take()
-    assert prepare.base.kind is emit.base.kind is Kind.RESTORE
-    at.prepared("new", StorageState(None, "", ("unknown",)))
-    at.seals(D0)
-    assert at.reasons[-1] == "OpenRestore"
-    at.acknowledged("new")
-    assert at.reasons[-1] == "Admit"
-    assert at.record is not None
-    assert at.record.members == (Member("a", 1), Member("new", 1))
-
-
-def test_an_engine_that_turns_out_to_hold_the_version_leaves_the_restore() -> None:
-    at = leading("a")
-    at.joins("new", StorageState(None, "", ("unknown",)))
-    at.take()
-    at.prepared("new", V0)
-    assert at.reasons[-1] == "Admit"
-    assert not any(isinstance(o, OpenApply) for o in at.take())
-
-
-def test_restores_that_fail_again_and_again_end_in_a_refusal_that_is_told() -> None:
-    at = leading("a")
-    unknown = StorageState(None, "", ("unknown",))
-    at.joins("new", unknown)
-    for _ in range(3):
-        assert at.reasons[-1] == "OpenRestore"
-        at.take()
-        at.prepared("new", unknown)
-        at.fails("new", unknown)
-        assert at.c.phase is Phase.IDLE  # a pause, so that what ails it may pass
-        at.do(at.c.expired(at.timer))
-    assert at.c.phase is Phase.IDLE
-    (refuse,) = [o for o in at.take() if isinstance(o, Refuse)]
-    assert "its restore failed 3 times" in refuse.reason
-
-
-def test_owners_that_cannot_serve_a_restore_are_not_the_engines_fault() -> None:
-    at = leading("a")
-    unknown = StorageState(None, "", ("unknown",))
-    at.joins("new", unknown)
-    for _ in range(5):
-        assert at.reasons[-1] == "OpenRestore"
-        at.owner(EmitFailed("o", 1, at.epoch, "the disk is full", fatal=False))
-        at.reasons.append("")
-        at.do(at.c.expired(at.timer))
-    assert not [o for o in at.take() if isinstance(o, Refuse)]
-
-
 def test_a_push_that_was_given_up_takes_its_candidate_back() -> None:
     at = attempting("a")
     at.prepared("a")
@@ -326,7 +265,7 @@ def test_a_push_that_was_given_up_takes_its_candidate_back() -> None:
     first = at.reasons.count("OpenAttempt")
     at.push(2)
     assert at.reasons.count("OpenAttempt") == first + 1
-    assert at.record.open.candidate.endswith("-2")
+    assert at.record.open.candidate == token(1, 2)
 
 
 def test_a_push_that_overtakes_one_that_was_given_up_is_not_answered_with_its_outcome() -> None:
@@ -417,9 +356,57 @@ def test_folds_that_time_out_make_the_next_push_dense() -> None:
     assert at.take()[-1].base.kind is Kind.DENSE
 
 
+def test_an_owner_whose_fold_was_given_up_is_not_believed_to_hold_the_baseline_until_it_has_folded() -> None:
+    at = attempting("a")
+    at.prepared("a")
+    at.seals(D0)  # nothing changed: the baseline is what was committed already
+    at.acknowledged("a")
+    at.do(at.c.expired(at.timer))
+    at.take()
+    at.do(at.c.owner_lost("o", 1))
+    at.owner_joins(1, D0)
+    assert at.take() == [Fold("policy", 1)]
+    at.joins("new", StorageState(None, "", ("unknown",)))
+    assert at.reasons[-1] == "Commit"  # no restore that the owner could not serve
+    at.folded(D0)
+    assert at.reasons[-1] == "OpenRestore"
+
+
 def test_a_reconnected_owner_is_told_to_fold_again() -> None:
     at = committed("a")
     at.take()
     at.do(at.c.owner_lost("o", 1))
     at.owner_joins(1)
     assert at.take() == [Fold("policy", 1)]
+
+
+# ---------------------------------------------------------------- the asynchronous gate
+
+
+def test_the_asynchronous_schedule() -> None:
+    at = attempting("a", "b", gate_mode="async")
+    a, b, _ = at.take()
+    assert (a.stage, b.stage) == (True, True)
+    at.prepared("a")
+    at.prepared("b")
+    at.staged("a")
+    assert at.take() == []
+    at.staged("b")
+    assert at.take() == [OpenApply("policy", 1)] * 2
+    at.seals()
+    at.acknowledged("a")
+    at.acknowledged("b")
+    assert at.reasons[-1] == "Commit"
+
+
+def test_whoever_does_not_stage_in_time_is_left_out() -> None:
+    at = attempting("a", "b", gate_mode="async")
+    preparing = at.timer
+    at.prepared("a")
+    at.prepared("b")
+    assert at.timer > preparing  # staging has a time of its own
+    at.seals()
+    at.staged("b")
+    at.do(at.c.expired(at.timer))
+    assert at.record.members == (Member("b", 1),)
+    assert at.record.open.kind is Kind.ABSOLUTE

@@ -1,14 +1,14 @@
 """The coordinator and K: unknown outcomes, other leaders, and how leading begins."""
 
 import pytest
-from leader import D0, Leader, attempting, leading
+from leader import D0, D1, V0, Leader, attempting, committed, leading, succeeding, token
 
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.coordinator_effects import ReadRecord, WriteRecord
 from dcr.protocol.leader import REWRITES_MAX
-from dcr.protocol.messages import (
-    OwnerJoin,
-)
+from dcr.protocol.messages import Emit, Fold, Folded, Outcome, OwnerJoin, Prepare, Published, StorageState
+from dcr.protocol.record import Direction
+from dcr.protocol.step import Step
 
 
 def held_open() -> tuple[Leader, WriteRecord]:
@@ -20,16 +20,16 @@ def held_open() -> tuple[Leader, WriteRecord]:
 
 def test_an_unknown_outcome_is_resolved_by_reading_back() -> None:
     at, w = held_open()
-    effects = at.c.unknown(w.operation_id)
-    assert ReadRecord() in effects
-    at.do(at.c.record_read(at.revision + 1, w.record, w.operation_id))
+    assert at.c.unknown(w.operation_id) == [ReadRecord()]
+    effects = at.c.record_read(at.revision + 1, w.record, w.operation_id)
+    assert [e.action for e in effects if isinstance(e, Step)] == ["ReadBack", "OpenAttempt"]
     assert at.c.phase is Phase.ATTEMPT
 
 
 def test_the_old_revision_proves_nothing_and_the_same_write_settles_it() -> None:
     at, w = held_open()
     at.c.unknown(w.operation_id)
-    assert at.c.record_read(at.revision, at.record, "before") == [w]
+    assert at.c.record_read(at.revision, at.record, "before") == [Step("c1", "WriteAgain", 1, w.operation_id), w]
     at.do(at.c.conflict(w.operation_id, at.revision + 1, w.operation_id))  # the first one took effect after all
     assert at.c.phase is Phase.ATTEMPT
 
@@ -52,7 +52,8 @@ def test_another_leader_ends_this_one(how: str) -> None:
     else:
         at.c.unknown(w.operation_id)
         at.do(at.c.record_read(at.revision + 1, other, "other"))
-    assert "another trainer leads record" in at.fatal
+    named = " (c2)" if how == "read" else ""
+    assert f"another trainer{named} leads record 'policy'" in at.fatal
     at.take()
     at.prepared("a")
     at.push(3)
@@ -82,11 +83,97 @@ def test_another_control_version_of_an_owner_is_fatal() -> None:
     assert "control version 7" in at.fatal
 
 
-def test_a_new_leader_takes_over_and_abandons_what_is_open() -> None:
-    old = attempting("a")
-    at = Leader()
-    at.c.leader = "c2"
-    at.record, at.revision = old.record, old.revision
+def test_a_leader_that_reads_of_another_one_leads_no_more() -> None:
+    at = leading("a")
+    other = at.record.take_over("c2")
+    assert at.c.record_read(at.revision, at.record, "x") == []
+    assert at.c.record_read(at.revision - 1, other, "x") == []  # a read that our last write has overtaken
+    at.do(at.c.record_read(at.revision + 1, other, "x"))
+    assert "another trainer (c2) leads" in at.fatal
+    assert at.c.phase is Phase.FATAL
+
+
+def test_a_new_leader_goes_on_with_the_candidate_of_owners_that_live() -> None:
+    at = succeeding(attempting("a"))
     at.owner_joins()
+    assert at.reasons == ["TakeOver"]  # the owner may be about to say that it still waits
+    at.push(4)
+    at.joins("a")
+    assert at.reasons == ["TakeOver", "OpenAttempt"]
+    assert (at.record.fencing_token, at.record.open.candidate, at.record.open.attempts) == (2, token(1, 1), 2)
+    assert at.c.candidate == token(1, 1)
+    at.prepared("a")
+    at.seals()
+    at.acknowledged("a")
+    at.folded()
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert (outcome.error, outcome.push, outcome.candidate) == ("", 4, token(1, 1))
+
+
+def test_a_new_leader_abandons_a_candidate_that_died() -> None:
+    old = attempting("a")
+    at = succeeding(old)
+    at.owner_joins(2)
     assert at.reasons == ["TakeOver", "Abandon"]
     assert (at.record.fencing_token, at.record.epoch, at.record.open) == (2, old.epoch + 2, None)
+
+
+def test_a_new_leader_abandons_a_candidate_that_nobody_offers_any_more() -> None:
+    at = succeeding(attempting("a"))
+    at.owner_joins()
+    assert at.reasons == ["TakeOver"]
+    at.do(at.c.expired(at.timer))
+    assert at.reasons == ["TakeOver", "Abandon"]
+
+
+def test_a_new_leader_finishes_the_publication_of_a_commit() -> None:
+    at = succeeding(committed("a"))
+    at.joins("a", V0)  # it has not read K yet
+    at.owner_joins()
+    assert at.reasons == ["TakeOver"]
+    assert at.c.phase is Phase.FOLDING
+    assert at.take() == [Published("policy", 2), Fold("policy", 1)]
+    at.joins("a", StorageState(1, D1, ()))
+    at.owner(Folded("o", 1, 1, D1, "", {}))
+    assert at.c.phase is Phase.IDLE
+    assert at.c.candidate == token(1, 1)
+    at.push(9)
+    at.take()
+    assert at.reasons[-1] == "OpenAttempt"
+    assert at.record.open.target == 2
+
+
+def test_a_new_leader_tells_of_a_commit_that_the_old_one_did_not_live_to_tell_of() -> None:
+    at = succeeding(committed("a"))
+    at.owner_joins()
+    at.push(1)  # the very push that was committed: it still waits
+    at.joins("a", StorageState(1, D1, ()))
+    at.owner(Folded("o", 1, 1, D1, "", {}))
+    assert at.reasons == ["TakeOver"]
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert (outcome.error, outcome.version, outcome.push, outcome.candidate) == ("", 1, 1, token(1, 1))
+    assert outcome.summary["members"] == ["a"]
+    assert "is gone committed it" in outcome.summary["warnings"][0]
+    at.push(2)  # the next one is another candidate
+    assert at.reasons == ["TakeOver", "OpenAttempt"]
+    assert at.record.open.candidate == token(2, 2)
+
+
+def test_a_new_leader_waits_for_no_fold_of_an_owner_that_restarted() -> None:
+    at = succeeding(committed("a"))
+    at.owner_joins(2, "")
+    assert at.c.phase is Phase.IDLE
+    assert not any(isinstance(o, Fold) for o in at.take())
+
+
+def test_a_new_leader_goes_on_with_a_rollback() -> None:
+    old = attempting("a")
+    old.do(old.c.roll_back())
+    assert old.record.open.direction is Direction.BACK
+    at = succeeding(old)
+    at.joins("a")
+    at.owner_joins()
+    assert at.reasons == ["TakeOver", "OpenAttempt"]
+    assert (at.record.open.direction, at.record.open.attempts) == (Direction.BACK, 3)
+    orders = [o for o in at.take() if isinstance(o, Prepare | Emit)]
+    assert [(o.target, o.base.version) for o in orders] == [(0, 0)] * 2

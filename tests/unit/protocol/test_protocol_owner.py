@@ -7,6 +7,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, Manifest
 from dcr.protocol.messages import Emit, Fold
 from dcr.protocol.owner import (
+    Again,
     CancelEmission,
     DeliverManifest,
     FoldBaseline,
@@ -17,70 +18,117 @@ from dcr.protocol.owner import (
     ReportSealed,
     StartEmission,
 )
-from dcr.protocol.record import CommitRecord, Member, OpenTransition, OwnerRef
+from dcr.protocol.record import CommitRecord, Direction, Member, OpenTransition, OwnerRef
 from dcr.protocol.step import Step
 
 
-def order(epoch: int, kind: Kind = Kind.RELATIVE, candidate: str = "w") -> Emit:
-    return Emit("policy", epoch, 1, Base(kind, 0, "d0", candidate), "add", ())
+def order(epoch: int, kind: Kind = Kind.RELATIVE, candidate: str = "w", *, base: int = 0, target: int = 1) -> Emit:
+    return Emit("policy", epoch, target, Base(kind, base, "d0", candidate), "add", ())
 
 
-def manifest(epoch: int, kind: Kind = Kind.RELATIVE, candidate: str = "w", content: str = "d1") -> Manifest:
-    return Manifest("policy", 1, epoch, "o", 1, Base(kind, 0, "d0", candidate), (), content, 0, 1)
+def roll_back(epoch: int) -> Emit:
+    return order(epoch, Kind.ABSOLUTE, target=0)
 
 
-def committed(epoch: int) -> CommitRecord:
+def manifest(epoch: int, candidate: str = "w", content: str = "d1") -> Manifest:
+    return Manifest("policy", 1, epoch, "o", 1, Base(Kind.RELATIVE, 0, "d0", candidate), (), content, 0, 1)
+
+
+def of_baseline(to: Emit) -> Manifest:
+    """What seals a restore or a rollback."""
+    return Manifest("policy", to.target, to.epoch, "o", 1, to.base, (), "d0", 0, 1)
+
+
+def committed(epoch: int, incarnation: int = 1, direction: Direction = Direction.FORWARD) -> CommitRecord:
     k = msgspec.structs.replace(CommitRecord.create("policy", "c", "d0"), epoch=epoch - 1)
-    tr = OpenTransition(1, "w", 1, Kind.RELATIVE, (OwnerRef("o", 1),), 0, ("add",))
-    return k.open_attempt(tr, (Member("e", 1),)).commit("d1", "root", "op")
+    tr = OpenTransition(1, "w", 1, Kind.RELATIVE, (OwnerRef("o", incarnation),), 0, ("add",), direction=direction)
+    content = "d1" if direction is Direction.FORWARD else "d0"
+    return k.open_attempt(tr, (Member("e", 1),)).commit(content, "root", "op")
+
+
+def steps(effects: list) -> list[str]:
+    return [e.action for e in effects if isinstance(e, Step)]
 
 
 def without_steps(effects: list) -> list:
     return [e for e in effects if not isinstance(e, Step)]
 
 
-def owner(baseline: str = "d0") -> Owner:
-    return Owner("o", 1, "policy", baseline)
+def owner(baseline: str = "d0", base: int | None = None) -> Owner:
+    return Owner("o", 1, "policy", baseline, base)
 
 
-def sealed(o: Owner, epoch: int, **manifest_fields: object) -> list:
+def sealed(o: Owner, epoch: int, **manifest_fields: str) -> list:
     assert without_steps(o.emit(order(epoch)))[-1] == StartEmission(order(epoch))
     m = manifest(epoch, **manifest_fields)
     effects = without_steps(o.emitted(m))
     return without_steps(o.sealed(m)) if effects == [DeliverManifest(m)] else effects
 
 
+def folding(epoch: int = 1) -> Owner:
+    o = owner()
+    sealed(o, epoch)
+    assert o.fold(Fold("policy", epoch)) == [ReadRecord()]
+    assert without_steps(o.learned(committed(epoch))) == [FoldBaseline(epoch, "d1")]
+    return o
+
+
+def seen(o: Owner) -> tuple:
+    """What the specification sees of an owner."""
+    return o.incarnation, o.base, o.baseline_digest, o.folding, o.folded_epoch, o.fence, o.emitting, o.sealed_epochs
+
+
 def test_emit_once_per_epoch() -> None:
     o = owner()
     assert without_steps(o.emit(order(1))) == [StartEmission(order(1))]
+    assert (o.fence, o.emitting) == (1, 1)
     assert o.emit(order(1)) == []
     assert without_steps(o.emit(order(2))) == [CancelEmission(1), StartEmission(order(2))]
     assert o.emitted(manifest(1)) == []
     assert o.sealed(manifest(1)) == []
     assert o.emission_failed(1, "late") == []
+    assert o.emitting == 2
 
 
-def test_refusals() -> None:
-    o = owner()
-    o.emit(order(2))
+def test_refusals_change_nothing() -> None:
+    o = owner(base=1)
+    o.emit(order(2, base=1, target=2))
+    before = seen(o)
     for wrong, why in (
         (order(1), "fence is at 2"),
         (msgspec.structs.replace(order(3), record_id="x"), "of record 'x'"),
+        (order(3), "the baseline holds version 1"),
     ):
         with pytest.raises(RefusedError, match=why):
             o.emit(wrong)
-    for fold, why in ((Fold("policy", 1), "fence is at 2"), (Fold("x", 3), "of record 'x'")):
-        with pytest.raises(RefusedError, match=why):
-            o.fold(fold)
-    assert without_steps(o.emitted(manifest(2))) == [DeliverManifest(manifest(2))]
+        assert seen(o) == before
+    with pytest.raises(RefusedError, match="of record 'x'"):
+        o.fold(Fold("x", 3))
+    assert seen(o) == before
 
 
 @pytest.mark.parametrize(
     ("kind", "can"), [(Kind.RELATIVE, False), (Kind.ABSOLUTE, False), (Kind.RESTORE, False), (Kind.DENSE, True)]
 )
 def test_without_a_baseline_only_dense(kind: Kind, *, can: bool) -> None:
-    (effect,) = without_steps(owner("").emit(order(1, kind)))
+    o = owner("")
+    effects = o.emit(order(1, kind))
+    (effect,) = without_steps(effects)
     assert isinstance(effect, StartEmission if can else ReportEmitFailed)
+    assert steps(effects) == ["Emit" if can else "EmitFailed"]
+    assert (o.fence, o.emitting) == (1, 1 if can else 0)
+
+
+def test_the_version_of_a_baseline_is_adopted_once() -> None:
+    o = owner()
+    assert o.base is None
+    o.emit(order(1, Kind.DENSE, base=4))
+    assert o.base is None
+    o.emit(order(2, base=4))
+    assert o.base == 4
+    (failed,) = without_steps(o.emit(order(3, base=5)))[1:]
+    assert isinstance(failed, ReportEmitFailed)
+    assert "its baseline holds version 4, not 5" in failed.reason
 
 
 def test_a_stepped_candidate_fails_by_name() -> None:
@@ -96,6 +144,53 @@ def test_a_stepped_candidate_fails_by_name() -> None:
     assert without_steps(o.emitted(other)) == [DeliverManifest(other)]
 
 
+def test_a_rollback_carries_the_baseline_and_compares_the_weights() -> None:
+    o = owner()
+    sealed(o, 1)
+    o.emit(roll_back(2))
+    m = of_baseline(roll_back(2))
+    assert without_steps(o.emitted(m, "d1")) == [DeliverManifest(m)]
+    assert without_steps(o.sealed(m)) == [ReportSealed(m)]
+    assert o.sealed_epochs == (1,)  # nothing that could be folded
+    o.emit(roll_back(3))
+    (failed,) = without_steps(o.emitted(of_baseline(roll_back(3)), "d2"))
+    assert isinstance(failed, ReportEmitFailed)
+    assert "candidate changed" in failed.reason
+
+
+def test_a_restore_is_not_compared_with_the_candidate() -> None:
+    o = owner()
+    sealed(o, 1)
+    restore = order(2, Kind.RESTORE, candidate="", target=0)
+    o.emit(restore)
+    m = of_baseline(restore)
+    assert without_steps(o.emitted(m)) == [DeliverManifest(m)]
+    o.sealed(m)
+    assert o.sealed_epochs == (1,)
+
+
+def test_a_candidate_whose_push_was_given_up_is_emitted_no_more() -> None:
+    o = owner()
+    o.emit(order(1))
+    cancel, failed = without_steps(o.give_up())
+    assert cancel == CancelEmission(1)
+    assert isinstance(failed, ReportEmitFailed)
+    assert failed.fatal
+    for epoch, again in ((2, order(2, Kind.ABSOLUTE)), (3, order(3, Kind.DENSE)), (4, roll_back(4))):
+        (failed,) = without_steps(o.emit(again))
+        assert isinstance(failed, ReportEmitFailed)
+        assert (failed.epoch, failed.fatal) == (epoch, True)
+        assert "its push was given up" in failed.reason
+    assert without_steps(o.emit(order(5, candidate="next"))) == [StartEmission(order(5, candidate="next"))]
+
+
+def test_a_restore_goes_on_when_a_push_is_given_up() -> None:
+    o = owner()
+    o.emit(order(1, Kind.RESTORE, candidate="", target=0))
+    assert o.give_up() == []
+    assert o.emitting == 1
+
+
 def test_fold_only_what_is_committed_and_was_sealed_here() -> None:
     o = owner()
     sealed(o, 1)
@@ -104,37 +199,85 @@ def test_fold_only_what_is_committed_and_was_sealed_here() -> None:
     assert o.learned(CommitRecord.create("policy", "c", "d0")) == []
     assert o.learned(committed(2)) == []
     assert o.learned(msgspec.structs.replace(committed(1), record_id="x")) == []
+    assert o.learned(committed(1, incarnation=2)) == []  # another incarnation's seal, of other weights
+    assert o.learned(committed(1, direction=Direction.BACK)) == []
     assert not o.folding
-    assert without_steps(o.learned(committed(1))) == [FoldBaseline(1, "d1")]
-    assert o.folding
+    effects = o.learned(committed(1))
+    assert effects == [Step("o", "BeginFold", 1), FoldBaseline(1, "d1")]
+    assert (o.folding, o.base, o.folded_epoch) == (True, 1, 1)
 
 
-def test_a_folding_owner_neither_emits_nor_folds_twice() -> None:
+def test_a_commit_stands_whatever_the_fence() -> None:
     o = owner()
     sealed(o, 1)
+    o.emit(order(7, Kind.RESTORE, candidate="", target=0))
+    assert o.fold(Fold("policy", 1)) == [ReadRecord()]
+    assert without_steps(o.learned(committed(1))) == [FoldBaseline(1, "d1")]
+
+
+def test_an_epoch_that_was_not_sealed_here_is_not_folded() -> None:
+    o = owner()
+    sealed(o, 1)
+    o.fold(Fold("policy", 2))
+    assert o.learned(committed(2)) == []
+    assert not o.folding
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_an_order_that_comes_during_a_fold_is_given_back_after_it(kind: Kind) -> None:
+    o = folding()
+    before = seen(o)
+    late = order(2, kind, base=1, target=2)
+    assert o.emit(late) == []
+    assert o.emit(order(3, kind, base=1, target=2)) == []  # the last one counts
+    assert o.emit(late) == []
+    assert seen(o) == before
+    assert o.fold(Fold("policy", 1)) == []
+    assert o.learned(committed(1)) == []
+    again = order(3, kind, base=1, target=2)
+    assert o.folded(1, "d1") == [Step("o", "EndFold", 1), ReportFolded(1, "d1", ""), Again(again)]
+    assert (o.folding, o.baseline_digest, o.base) == (False, "d1", 1)
+    assert without_steps(o.emit(again)) == [StartEmission(again)]
+
+
+def test_an_order_against_a_version_that_is_still_to_be_folded_waits_for_it() -> None:
+    o = owner()
+    sealed(o, 1)
+    restore = order(2, Kind.RESTORE, candidate="", base=1)
+    before = seen(o)
+    assert o.emit(restore) == []
+    assert seen(o) == before
     o.fold(Fold("policy", 1))
     o.learned(committed(1))
-    for kind in Kind:
-        epoch = o.fence + 1
-        (failed,) = without_steps(o.emit(order(epoch, kind)))
-        assert isinstance(failed, ReportEmitFailed)
-        assert not failed.fatal
-    assert o.fold(Fold("policy", o.fence)) == []
+    assert without_steps(o.folded(1, "d1"))[-1] == Again(restore)
+    assert without_steps(o.emit(restore)) == [StartEmission(restore)]
+
+
+def test_an_order_that_waited_is_given_back_when_the_baseline_is_lost() -> None:
+    o = folding()
+    o.emit(order(2, base=1, target=2))
+    lost, again = without_steps(o.fold_failed(1, "stepped"))
+    assert lost == ReportFolded(1, "", "stepped")
+    assert isinstance(again, Again)
+    assert (o.base, o.baseline_digest) == (None, "")
+    assert steps(o.emit(again.order)) == ["EmitFailed"]
+
+
+def test_what_was_folded_must_be_what_was_committed() -> None:
+    o = folding()
+    effects = o.folded(1, "d2")
+    assert steps(effects) == ["LoseBaseline"]
+    assert (o.folding, o.baseline_digest, o.base, o.folded_epoch) == (False, "", None, 1)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_repeated_fold_order_is_answered_again(*, fail: bool) -> None:
+    o = folding()
+    effects = without_steps(o.fold_failed(1, "stepped") if fail else o.folded(1, "d1"))
+    assert effects == [ReportFolded(1, "" if fail else "d1", "stepped" if fail else "")]
+    assert o.baseline_digest == ("" if fail else "d1")
+    assert o.fold(Fold("policy", 1)) == effects
     assert o.learned(committed(1)) == []
-    assert without_steps(o.folded(1, "d1")) == [ReportFolded(1, "d1", "")]
-    assert (o.folding, o.baseline_digest) == (False, "d1")
-
-
-def test_a_repeated_fold_order_is_answered_again() -> None:
-    for fail in (False, True):
-        o = owner()
-        sealed(o, 1)
-        o.fold(Fold("policy", 1))
-        o.learned(committed(1))
-        effects = without_steps(o.fold_failed(1, "stepped") if fail else o.folded(1, "d1"))
-        assert effects == [ReportFolded(1, "" if fail else "d1", "stepped" if fail else "")]
-        assert o.baseline_digest == ("" if fail else "d1")
-        assert o.fold(Fold("policy", 1)) == effects
 
 
 def test_emission_failure_is_reported_once() -> None:

@@ -2,71 +2,32 @@
 
 import msgspec
 import pytest
-
-from dcr.protocol.errors import RefusedError
-from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, manifest_root
-from dcr.protocol.messages import Prepare, StorageState
-from dcr.protocol.receiver import (
-    BeginWrite,
-    RankAcknowledged,
-    RankFailed,
-    RankPrepared,
-    RankState,
-    Receiver,
-    Synchronise,
-    admits,
+from one_rank import (
+    ABSOLUTE,
+    D0,
+    D1,
+    K0,
+    MEMBERS,
+    OWNERS,
+    RELATIVE,
+    RESTORE,
+    at,
+    failure,
+    identity,
+    manifest,
+    opened,
+    prepare,
+    ready,
+    refused,
+    without_steps,
+    write,
 )
-from dcr.protocol.record import CommitRecord, Member, OpenTransition, OwnerRef
+
+from dcr.protocol.identity import Base, Kind, PayloadIdentity, SealedPayload, manifest_root
+from dcr.protocol.messages import Prepare, StorageState
+from dcr.protocol.receiver import RankAcknowledged, RankPrepared, RankState, Receiver, Synchronise, admits
+from dcr.protocol.record import Direction, OpenTransition
 from dcr.protocol.step import Step
-
-D0, D1 = "0" * 31 + "a", "0" * 31 + "b"
-OWNERS = (OwnerRef("o0", 1), OwnerRef("o1", 1))
-MEMBERS = (Member("e", 1),)
-RELATIVE = Base(Kind.RELATIVE, 0, D0, "w")
-ABSOLUTE = Base(Kind.ABSOLUTE, 0, D0, "w")
-RESTORE = Base(Kind.RESTORE, 0, D0, "")
-K0 = CommitRecord.create("policy", "c", D0).admit(MEMBERS)
-
-
-def opened(attempts: int, k: CommitRecord, kind: Kind = Kind.RELATIVE) -> CommitRecord:
-    return k.open_attempt(OpenTransition(k.version + 1, "w", attempts, kind, OWNERS, 0, ("add",)), MEMBERS)
-
-
-def prepare(epoch: int, base: Base = RELATIVE) -> Prepare:
-    return Prepare("policy", epoch, base.version + (base.kind is not Kind.RESTORE), base, OWNERS)
-
-
-def identity(epoch: int, sequence: int = 0, owner: str = "o0") -> PayloadIdentity:
-    return PayloadIdentity("policy", 1, epoch, owner, 1, sequence)
-
-
-def manifest(epoch: int, owner: str, payloads: int, base: Base = RELATIVE, share: str = "00") -> Manifest:
-    listed = tuple(SealedPayload(n, f"x{n}", 1, 8) for n in range(payloads))
-    return Manifest("policy", prepare(epoch, base).target, epoch, owner, 1, base, listed, share, payloads, 3)
-
-
-def ready(epoch: int = 1, base: Base = RELATIVE) -> Receiver:
-    """A receiver loaded with version 0, prepared and open for this epoch."""
-    r = Receiver("e", "policy", D0, payloads_max=3)
-    r.learn(K0)
-    r.prepare(prepare(epoch, base))
-    r.open_apply("policy", epoch)
-    return r
-
-
-def without_steps(effects: list) -> list:
-    return [e for e in effects if not isinstance(e, Step)]
-
-
-def write(r: Receiver, i: PayloadIdentity, base: Base = RELATIVE) -> list:
-    assert without_steps(r.payload(i, base, f"x{i.sequence}", 1)) == [BeginWrite(i)]
-    return without_steps(r.write_ended(i))
-
-
-def failure(effects: list) -> str:
-    (e,) = without_steps(effects)
-    assert isinstance(e, RankFailed)
-    return e.reason
 
 
 def test_a_whole_attempt() -> None:
@@ -81,10 +42,14 @@ def test_a_whole_attempt() -> None:
     assert without_steps(r.synchronised(1)) == [RankAcknowledged(1, root)]
     assert r.state.torn_by == ("w",)  # until K says that it is committed
     k1 = opened(1, K0)
-    assert r.learn(k1) == [RankState(StorageState(0, D0, ("w",)), 1, committed_here=False)]
-    other = r.learn(k1.commit(D1, "another root", "op"))
-    assert other == [RankState(StorageState(0, D0, ("w",)), 1, committed_here=False)]
-    assert r.learn(k1.commit(D1, root, "op"))[-1] == RankState(StorageState(1, D1, ()), 1, committed_here=True)
+    torn = RankState(StorageState(0, D0, ("w",)), 1, committed_here=False, epoch=1, stage="acknowledged")
+    assert r.learn(k1) == [torn]
+    assert r.learn(k1.commit(D1, "another root", "op")) == [torn]
+    assert r.seen_through(k1.commit(D1, root, "op")) == StorageState(1, D1, ())
+    assert r.state == torn.state  # only looked at
+    clean = RankState(StorageState(1, D1, ()), 1, committed_here=True, epoch=1, stage="acknowledged")
+    assert r.learn(k1.commit(D1, root, "op")) == [Step("e", "LearnCommit", 1), clean]
+    assert r.learn(k1.commit(D1, root, "op")) == [clean]
 
 
 @pytest.mark.parametrize("call", ["prepare", "open_apply"])
@@ -94,33 +59,102 @@ def test_a_whole_attempt() -> None:
 def test_orders_of_another_record_or_below_the_fence_are_refused(call: str, record: str, epoch: int, why: str) -> None:
     r = ready(2)
     order = msgspec.structs.replace(prepare(epoch), record_id=record)
-    arguments = (order,) if call == "prepare" else (record, epoch)
-    with pytest.raises(RefusedError, match=why):
-        getattr(r, call)(*arguments)
-    assert write(r, identity(2)) == []  # nothing was changed
+    refused(r, call, *((order, at(epoch)) if call == "prepare" else (record, epoch)), why=why)
 
 
 def test_other_refusals_change_nothing() -> None:
     r = Receiver("e", "policy", D0)
-    r.learn(K0)
-    r.prepare(prepare(1))
+    refused(r, "open_apply", "policy", 1, why="not prepared here")
+    refused(r, "payload", identity(1), RELATIVE, "x0", 1, why="before its epoch was opened")
+    refused(r, "manifest", manifest(1, "o0", 0), why="not prepared here")
+    r.prepare(prepare(1), at(1))
+    refused(r, "open_apply", "policy", 2, why="not prepared here")
+    refused(r, "payload", identity(1), RELATIVE, "x0", 1, why="before its epoch was opened")
+    refused(r, "payload", identity(2), RELATIVE, "x0", 1, why="before its epoch was opened")
+    refused(r, "prepare", prepare(1, ABSOLUTE), at(1), why="two different prepare orders")
+    refused(r, "manifest", manifest(2, "o0", 0), why="not prepared here")
+    elsewhere = msgspec.structs.replace(manifest(1, "o0", 0), record_id="other")
+    refused(r, "manifest", elsewhere, why="is of record")
+    elsewhere = msgspec.structs.replace(identity(1), record_id="other")
+    refused(r, "payload", elsewhere, RELATIVE, "x0", 1, why="is of record")
+    other = msgspec.structs.replace(at(2), record_id="other")
+    refused(r, "learn", other, why="'other' is not 'policy'")
+    refused(r, "seen_through", other, why="'other' is not 'policy'")
+    refused(r, "prepare", prepare(2), other, why="'other' is not 'policy'")
     before = r.state
-    with pytest.raises(RefusedError, match="not prepared here"):
-        r.open_apply("policy", 2)
-    with pytest.raises(RefusedError, match="before its epoch was opened"):
-        r.payload(identity(1), RELATIVE, "x0", 1)
-    with pytest.raises(RefusedError, match="two different prepare orders"):
-        r.prepare(prepare(1, ABSOLUTE))
-    with pytest.raises(RefusedError, match="not prepared here"):
-        r.manifest(manifest(2, "o0", 0))
-    with pytest.raises(RefusedError, match="is of record"):
-        r.manifest(msgspec.structs.replace(manifest(1, "o0", 0), record_id="other"))
-    with pytest.raises(RefusedError, match="is of record"):
-        r.payload(msgspec.structs.replace(identity(1), record_id="other"), RELATIVE, "x0", 1)
-    with pytest.raises(RefusedError, match="is not"):
-        r.learn(msgspec.structs.replace(K0, record_id="other"))
-    assert r.state == before
-    assert without_steps(r.prepare(prepare(1))) == [RankPrepared(1, before)]
+    assert r.prepare(prepare(1), at(1)) == [RankPrepared(1, before)]  # repeated: answered again
+
+
+@pytest.mark.parametrize(("epoch", "age"), [(4, "older"), (6, "newer")])
+def test_a_record_that_is_not_the_orders_is_refused(epoch: int, age: str) -> None:
+    r = Receiver("e", "policy", D0)
+    refused(r, "prepare", prepare(5), at(epoch), why=f"a record at epoch {epoch}, which is {age}")
+    assert (r.fence, r.epoch, r.version) == (0, 0, None)
+
+
+def test_what_storage_does_not_admit_fails_at_once_and_is_answered_so_again() -> None:
+    r = Receiver("e", "policy", "")
+    effects = r.prepare(prepare(1), at(1))
+    assert effects[0] == Step("e", "Fence", 1, "relative")
+    assert "holds no known version, torn by unknown" in failure(effects)
+    assert (r.stage, r.fence, r.state) == ("failed", 1, StorageState(None, "", ("unknown",)))
+    assert r.prepare(prepare(1), at(1)) == effects[1:]
+    refused(r, "open_apply", "policy", 1, why="epoch 1, which has failed here: a relative payload against version 0")
+    refused(r, "payload", identity(1), RELATIVE, "x0", 1, why="before its epoch was opened")
+
+
+def test_a_prepare_first_learns_what_was_committed() -> None:
+    r = ready()
+    write(r, identity(1))
+    for owner, payloads in (("o0", 1), ("o1", 0)):
+        r.manifest(manifest(1, owner, payloads))
+    (_, acknowledged) = r.synchronised(1)
+    k2 = opened(1, opened(1, K0).commit(D1, acknowledged.root, "op"))
+    order = Prepare("policy", 2, 2, Base(Kind.RELATIVE, 1, D1, "v"), OWNERS, 1)
+    held = StorageState(1, D1, ())
+    assert r.prepare(order, k2) == [Step("e", "Fence", 2, "relative"), RankPrepared(2, held)]
+    assert r.learn(k2) == [RankState(held, 2, committed_here=True, epoch=2, stage="fenced")]
+
+
+def test_only_the_last_acknowledgement_counts() -> None:
+    r = ready()
+    roots = []
+    for epoch in (1, 2):
+        if epoch == 2:
+            r.prepare(prepare(2), at(2))
+            r.open_apply("policy", 2)
+        for owner in ("o0", "o1"):
+            r.manifest(manifest(epoch, owner, 0))
+        roots.append(r.synchronised(epoch)[-1].root)
+    first = opened(1, K0).commit(D1, roots[0], "op")
+    assert r.seen_through(first) == StorageState(0, D0, ())
+    second = opened(2, opened(1, K0), Kind.ABSOLUTE).commit(D1, roots[1], "op")
+    assert r.seen_through(second) == StorageState(1, D1, ())
+
+
+@pytest.mark.parametrize("base", [ABSOLUTE, RELATIVE])
+def test_a_commit_of_a_rollback_makes_storage_clean_at_the_version_that_it_kept(base: Base) -> None:
+    r = ready()
+    r.payload(identity(1), RELATIVE, "x0", 1)
+    r.write_failed(identity(1), "torn")
+    transition = OpenTransition(1, "w", 2, Kind.ABSOLUTE, OWNERS, 0, ("add",), direction=Direction.BACK)
+    k2 = opened(1, K0).open_attempt(transition, MEMBERS)
+    order = Prepare("policy", 2, 0, base, OWNERS, 1)
+    effects = r.prepare(order, k2)
+    if base is RELATIVE:
+        assert "torn by w" in failure(effects)
+        return
+    r.open_apply("policy", 2)
+    i = PayloadIdentity("policy", 0, 2, "o0", 1, 0)
+    write(r, i, ABSOLUTE)
+    seals = [msgspec.structs.replace(manifest(2, o, n, ABSOLUTE), target=0) for o, n in (("o0", 1), ("o1", 0))]
+    for m in seals:
+        r.manifest(m)
+    root = manifest_root({m.owner: m.digest() for m in seals})
+    assert r.synchronised(2)[-1] == RankAcknowledged(2, root)
+    assert r.state.torn_by == ("w",)
+    r.learn(k2.commit(D0, root, "op"))
+    assert r.state == StorageState(0, D0, ())
 
 
 def test_stale_and_repeated_inputs_give_no_effects() -> None:
@@ -143,8 +177,6 @@ def test_stale_and_repeated_inputs_give_no_effects() -> None:
     [
         (msgspec.structs.replace(identity(1), target=2), RELATIVE, "for version 2"),
         (identity(1), ABSOLUTE, "it was made against"),
-        (msgspec.structs.replace(identity(1), owner_incarnation=2), RELATIVE, "not an owner of this attempt"),
-        (identity(1, owner="stranger"), RELATIVE, "not an owner of this attempt"),
     ],
 )
 def test_payloads_that_contradict_the_attempt_fail_it(i: PayloadIdentity, base: Base, why: str) -> None:
@@ -152,6 +184,16 @@ def test_payloads_that_contradict_the_attempt_fail_it(i: PayloadIdentity, base: 
     assert why in failure(r.payload(i, base, "x0", 1))
     assert r.state.clean
     assert r.payload(identity(1), RELATIVE, "x0", 1) == []  # a failed attempt writes nothing more
+
+
+@pytest.mark.parametrize("changes", [{"owner": "stranger"}, {"owner_incarnation": 2}])
+def test_what_is_no_owners_is_refused_and_the_attempt_goes_on(changes: dict) -> None:
+    r = ready()
+    i = msgspec.structs.replace(identity(1), **changes)
+    refused(r, "payload", i, RELATIVE, "x0", 1, why="is not an owner of this attempt")
+    m = msgspec.structs.replace(manifest(1, "o0", 0), **changes)
+    refused(r, "manifest", m, why="is not an owner of this attempt")
+    assert write(r, identity(1)) == []
 
 
 def test_same_identity_with_other_bytes_fails() -> None:
@@ -188,8 +230,6 @@ def test_payloads_that_the_manifest_does_not_list_fail(
     ("changes", "why"),
     [
         ({"target": 3}, "for version 3"),
-        ({"owner": "stranger"}, "not an owner"),
-        ({"owner_incarnation": 5}, "not an owner"),
         ({"base": ABSOLUTE}, "made against"),
         ({"payloads": (SealedPayload(1, "x", 1, 8),)}, "not numbered"),
     ],
@@ -210,9 +250,8 @@ def test_a_failed_write_is_never_retried_and_stays_torn() -> None:
     assert "the loader raised" in failure(r.write_failed(identity(1), "the loader raised"))
     assert r.payload(identity(1), RELATIVE, "x0", 1) == []
     assert r.state.torn_by == ("w",)
-    r.prepare(prepare(2))
-    assert "torn by w" in failure(r.open_apply("policy", 2))  # no relative payload over tears
-    r.prepare(prepare(3, ABSOLUTE))
+    assert "torn by w" in failure(r.prepare(prepare(2), at(2)))  # no relative payload over tears
+    assert without_steps(r.prepare(prepare(3, ABSOLUTE), at(3))) == [RankPrepared(3, r.state)]
     assert without_steps(r.open_apply("policy", 3)) == []
 
 
@@ -232,31 +271,32 @@ def test_overwritten_storage_never_counts_as_an_earlier_commit(late: str) -> Non
     r.learn(k1)
     assert r.state == StorageState(1, D1, ())
     base = Base(Kind.RELATIVE, 1, D1, "w")
-    r.prepare(Prepare("policy", 2, 2, base, OWNERS))
+    k2 = opened(1, k1)
+    r.prepare(Prepare("policy", 2, 2, base, OWNERS, 1), k2)
     r.open_apply("policy", 2)
     r.payload(PayloadIdentity("policy", 2, 2, "o0", 1, 0), base, "x0", 1)
     r.write_failed(PayloadIdentity("policy", 2, 2, "o0", 1, 0), "torn")
-    k2 = opened(1, k1)
     k3 = {"stop": lambda: k2.stop(""), "abandon": k2.abandon, "open": lambda: opened(2, k2, Kind.ABSOLUTE)}[late]()
     for _ in range(2):
         state = r.learn(k3)[-1]
-        assert state == RankState(StorageState(1, D1, ("w",)), 3, committed_here=False)
+        assert state == RankState(StorageState(1, D1, ("w",)), 3, committed_here=False, epoch=0, stage="idle")
 
 
 def test_what_is_late_of_a_dead_attempt_finds_the_fence_up() -> None:
     r = ready()
-    r.learn(opened(2, opened(1, K0), Kind.ABSOLUTE))
-    assert r.fence == 2
+    k2 = opened(2, opened(1, K0), Kind.ABSOLUTE)
+    r.learn(k2)
+    assert (r.fence, r.epoch, r.stage) == (2, 0, "idle")
     assert r.payload(identity(1), RELATIVE, "x0", 1) == []
     assert r.state.clean
-    assert without_steps(r.prepare(prepare(2, ABSOLUTE))) == [RankPrepared(2, StorageState(0, D0, ()))]
+    assert without_steps(r.prepare(prepare(2, ABSOLUTE), k2)) == [RankPrepared(2, StorageState(0, D0, ()))]
 
 
 @pytest.mark.parametrize(("shares", "good"), [((4, 6), True), ((5, 6), False), (((1 << 128) - 1, 11), True)])
 def test_a_restore_must_add_up_to_the_committed_content(shares: tuple[int, int], *, good: bool) -> None:
     r = Receiver("e", "policy", "")
     assert r.state == StorageState(None, "", ("unknown",))
-    r.prepare(prepare(1, RESTORE))
+    r.prepare(prepare(1, RESTORE), at(1))
     r.open_apply("policy", 1)
     effects: list = []
     for owner, share in zip(("o0", "o1"), shares, strict=True):
@@ -267,6 +307,19 @@ def test_a_restore_must_add_up_to_the_committed_content(shares: tuple[int, int],
     assert without_steps(effects) == [Synchronise(1)]
     r.synchronised(1)
     assert r.state == StorageState(0, D0, ())
+
+
+def test_stages_of_an_attempt() -> None:
+    r = Receiver("e", "policy", D0)
+    assert (r.epoch, r.stage) == (0, "idle")
+    r.prepare(prepare(1), at(1))
+    assert (r.epoch, r.stage) == (1, "fenced")
+    for owner in ("o0", "o1"):  # seals may come early; a synchronous order stages nothing
+        assert r.manifest(manifest(1, owner, 0)) == [Step("e", "DeliverManifest", 1, owner)]
+    assert without_steps(r.open_apply("policy", 1)) == [Synchronise(1)]
+    assert r.stage == "applying"
+    r.synchronised(1)
+    assert (r.epoch, r.stage) == (1, "acknowledged")
 
 
 def test_dense_and_restore_tears_need_a_dense_repair() -> None:
@@ -302,6 +355,12 @@ def test_admits(state: StorageState, kinds: set[Kind]) -> None:
 
 def test_loaded_content_is_a_version_only_if_the_digest_says_so() -> None:
     for loaded, version in ((D0, 0), (D1, None)):
-        r = Receiver("e", "policy", loaded)
-        r.learn(K0)
-        assert r.state == StorageState(version, loaded, ())
+        for record in (K0, opened(1, K0)):
+            r = Receiver("e", "policy", loaded)
+            r.learn(record)
+            assert r.state == StorageState(version, loaded, ())
+    r.prepare(prepare(1, replace_kind(Kind.DENSE)), at(1))  # of D1, which is not committed yet
+    r.open_apply("policy", 1)
+    r.payload(identity(1), replace_kind(Kind.DENSE), "x0", 1)
+    r.write_failed(identity(1), "torn")
+    assert r.seen_through(opened(1, K0).commit(D1, "root", "op")) == StorageState(None, D1, ("dense",))

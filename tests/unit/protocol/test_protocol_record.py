@@ -10,6 +10,7 @@ from dcr.protocol.record import (
     RECORD_BYTES_MAX,
     CommitRecord,
     Committed,
+    Direction,
     Member,
     OpenTransition,
     OwnerRef,
@@ -21,8 +22,13 @@ K0 = CommitRecord.create("policy", "c1", "d0")
 MEMBERS = (Member("e0", 1), Member("e1", 1))
 
 
-def transition(attempts: int, *, target: int = 1, candidate: str = "w") -> OpenTransition:
-    return OpenTransition(target, candidate, attempts, Kind.RELATIVE, (OwnerRef("o", 1),), 0, ("add",))
+OWNERS = (OwnerRef("o", 1),)
+
+
+def transition(
+    attempts: int, *, target: int = 1, candidate: str = "w", direction: Direction = Direction.FORWARD
+) -> OpenTransition:
+    return OpenTransition(target, candidate, attempts, Kind.RELATIVE, OWNERS, 0, ("add",), direction=direction)
 
 
 K1 = K0.open_attempt(transition(1), MEMBERS)
@@ -64,8 +70,24 @@ def test_open_attempt_refuses(wrong: OpenTransition, members: tuple[Member, ...]
 def test_commit_keeps_the_epoch() -> None:
     k = K1.commit("d1", "root", "op")
     assert (k.version, k.epoch, k.baseline_id, k.open) == (1, 1, "d1", None)
-    assert k.committed == Committed(1, 1, "w", MEMBERS, "root", "op")
+    assert k.committed == Committed(1, 1, "w", MEMBERS, "root", "op", OWNERS, Direction.FORWARD)
     assert k.members == MEMBERS
+
+
+def test_the_commit_of_a_rollback_keeps_the_version() -> None:
+    back = K1.open_attempt(transition(2, direction=Direction.BACK), MEMBERS)
+    k = back.commit("d0", "root", "op")
+    assert (k.version, k.epoch, k.baseline_id, k.open) == (0, 2, "d0", None)
+    assert k.committed == Committed(0, 2, "w", MEMBERS, "root", "op", OWNERS, Direction.BACK)
+    with pytest.raises(AssertionError):
+        back.commit("d1", "root", "op")
+
+
+def test_nobody_turns_a_rollback_forward() -> None:
+    back = K1.open_attempt(transition(2, direction=Direction.BACK), MEMBERS)
+    assert back.open_attempt(transition(3, direction=Direction.BACK), MEMBERS).epoch == 3
+    with pytest.raises(AssertionError):
+        back.open_attempt(transition(3), MEMBERS)
 
 
 def test_nothing_but_an_open_attempt_commits() -> None:

@@ -24,8 +24,11 @@ def test_schedules_reach_every_action_but_fatal_errors() -> None:
         seen |= set(run_schedule(seed, 300).actions)
     assert seen >= {
         *("CreateRecord", "TakeOver", "OpenAttempt", "OrderOpenApply", "AttemptFailed", "Evict", "Commit", "Stop"),
-        *("Abandon", "FinishTransition", "OpenRestore", "EndRestore", "RestoreFailed", "Admit", "ReadBack"),
+        *("Abandon", "Publish", "FinishTransition", "OpenRestore", "EndRestore", "RestoreFailed", "Admit"),
+        *("RollBack", "ReadBack", "WriteAgain"),
         *("RefuseMember", "MemberServes", "Emit", "EmitFailed", "Seal", "BeginFold", "EndFold", "LoseBaseline"),
         *("Fence", "OpenApply", "BeginWrite", "EndWrite", "FailWrite", "DeliverManifest", "Acknowledge"),
-        *("FailAttempt", "LearnCommit", "CloseGate", "GateClosed", "OpenGate", "Prepare"),
+        *("FailAttempt", "LearnCommit", "CloseGate", "GateClosed", "OpenGate", "Prepare", "Stage"),
+        *("an attempt of another leader's transition", "a fold that another leader ordered"),
+        "a rollback that was committed",
     }

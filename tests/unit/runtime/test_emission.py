@@ -32,10 +32,10 @@ class Setting:
         self.source = TorchSource(self.policy, chunk_elements=100)
         self.store = FolderDelivery(folder / "p")
 
-    def emission(self, kind, *, epoch=1, bucket_bytes=700, operation="add", set_only=()):
+    def emission(self, kind, *, epoch=1, target=1, bucket_bytes=700, operation="add", set_only=()):
         held = "" if kind is Kind.DENSE else self.source.baseline_digest.hex()
         base = Base(kind, 0, held, "" if kind is Kind.RESTORE else "c")
-        order = Emit("r", epoch, 0 if kind is Kind.RESTORE else 1, base, operation, set_only)
+        order = Emit("r", epoch, 0 if kind is Kind.RESTORE else target, base, operation, set_only)
         return Emission(order, self.source, INCARNATION, self.store, bucket_bytes)
 
     def read(self, manifest):
@@ -170,3 +170,47 @@ def test_times_are_those_of_the_stages(tmp_path):
     emission.run()
     assert set(emission.seconds) == {"detect", "encode", "deliver"}
     assert min(emission.seconds.values()) > 0
+
+
+def test_a_rollback_sends_the_committed_bits_of_what_the_candidate_changed(tmp_path):
+    s = Setting(tmp_path)
+    before = s.source.baseline_digest.hex()
+    s.policy.step(1, rate=0.01)
+    new = patterns(s.policy)
+    back = s.emission(Kind.ABSOLUTE, target=0)
+    manifest = back.run()
+    expected = {
+        (n, i): (Operation.SET, a)
+        for n, old in s.old.items()
+        for i, (a, b) in enumerate(zip(old, new[n], strict=True))
+        if a != b
+    }
+    assert s.read(manifest) == expected
+    assert len(expected) > 20
+    assert (manifest.target, manifest.content_digest) == (0, before)
+    assert back.found.hex() == TorchSource(s.policy).baseline_digest.hex()
+    kept = s.store.keys("r/")
+    s.policy.step(2)
+    with pytest.raises(RefusedError, match="candidate changed"):
+        s.emission(Kind.ABSOLUTE, epoch=2, target=0).run(back.found)
+    assert s.store.keys("r/") == kept
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_weights_that_are_stepped_while_they_are_emitted_are_not_sealed(tmp_path, target):
+    s = Setting(tmp_path)
+    s.policy.step(1)
+    s.emission(Kind.RELATIVE, epoch=1).run()
+    found = s.source.candidate_digest
+    emission = s.emission(Kind.ABSOLUTE, epoch=2, target=target)
+    put, left = s.store.put, [1]
+
+    def put_and_step(key, data):
+        put(key, data)
+        if left:
+            left.pop()
+            s.policy.step(2, rate=0.5)
+
+    s.store.put = put_and_step
+    with pytest.raises(RefusedError, match="candidate changed"):
+        emission.run(found)

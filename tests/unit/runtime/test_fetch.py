@@ -12,7 +12,7 @@ from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliver
 
 STATE = StorageState(0, "", ())
 OWNERS = (OwnerRef("rank-0", 7), OwnerRef("rank-1", 8))
-ORDER = Prepare("r", 3, 1, Base(Kind.RELATIVE, 0, "", "c"), OWNERS)
+ORDER = Prepare("r", 3, 1, Base(Kind.RELATIVE, 0, "", "c"), OWNERS, 5)
 
 
 def identity(owner, sequence):

@@ -1,150 +1,22 @@
 """A rank's host, through bytes: what it is sent wrongly is named, never acknowledged, and changes no resident byte."""
 
 import re
-from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from rank import EMBED, LOADED, OWNERS, Rank, acknowledged, failed
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.loader_path import LoaderPath
-from dcr.data_plane.payload import encode_payload, payload_digest
-from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, encode_manifest, manifest_root
-from dcr.protocol.messages import OpenApply, Prepare
-from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared
+from dcr.protocol.identity import Kind
+from dcr.protocol.messages import OpenApply
+from dcr.protocol.receiver import PrepareRank, RankStaged
 from dcr.protocol.record import CommitRecord, Committed, OwnerRef
 from dcr.runtime.rank_host import RankHost
-from dcr.runtime.rank_messages import (
-    Answer,
-    Attach,
-    Learn,
-    Payload,
-    SealedManifest,
-    Undeliverable,
-    WireSpec,
-    decode_answer,
-    encode,
-)
-from tests.faults.models import BF16, Policy, Served, dense, stored_bits
-
-LOADED = "ab" * 16
-OWNERS = (OwnerRef("rank-0", 7), OwnerRef("rank-1", 8))
-EMBED = TensorSpec("embed", (64, 24), BF16)
-Q = TensorSpec("q", (24, 24), BF16)
-
-
-def bits_of(state):
-    return {n: t.view(torch.int32 if t.dtype == torch.float32 else torch.int16).flatten() for n, t in state.items()}
-
-
-@dataclass
-class Rank:
-    """A rank that holds version 0, and one candidate: the first owner changes ``embed``, the second one ``q``."""
-
-    kind: Kind = Kind.RELATIVE
-    loaded: str = LOADED
-    epoch: int = 1
-    mood: list = field(default_factory=list)
-
-    def __post_init__(self):
-        self.policy = Policy()
-        self.old = {n: t.clone() for n, t in self.policy.state_dict().items()}
-        self.model = Served()
-        self.model.load_weights(self.old.items())
-
-        def load(weights):
-            if self.mood:
-                raise ValueError(self.mood[0])
-            return self.model.load_weights(weights)
-
-        specs = tuple(WireSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.old.items())
-        self.host = RankHost(lambda s: LoaderPath(self.model, load, s), state_incarnation=3)
-        self.attach = Attach("a", "r", specs, self.loaded)
-        self.attached = self.call(self.attach).results[0]
-        for name in ("embed", "q"):
-            self.policy.state_dict()[name].view(torch.int16).flatten()[5:90] ^= 0x0101
-        self.new = {n: t.clone() for n, t in self.policy.state_dict().items()}
-        self.requests = self.emission(self.epoch, self.kind)
-
-    def call(self, request) -> Answer:
-        return decode_answer(self.host.call(encode(request)))
-
-    def base(self, kind):
-        return Base(kind, 0, LOADED, "" if kind is Kind.RESTORE else "c")
-
-    def item(self, spec, start, stop, kind):
-        indices = torch.arange(start, stop)
-        old, new = bits_of(self.old)[spec.name][start:stop], bits_of(self.new)[spec.name][start:stop]
-        if kind is Kind.RELATIVE:
-            return Item(spec, Operation.ADD, indices, new - old)
-        return Item(spec, Operation.SET, indices, new)
-
-    def payload(self, owner, sequence, items, kind=None, *, epoch=None, base=None, **identity):
-        kind = kind or self.kind
-        target = 0 if kind is Kind.RESTORE else 1
-        known = {"record_id": "r", "target": target, "epoch": epoch or self.epoch, **identity}
-        i = PayloadIdentity(owner=owner.owner, owner_incarnation=owner.incarnation, sequence=sequence, **known)
-        return Payload(i, encode_payload(i, base or self.base(kind), items))
-
-    def emission(self, epoch, kind):
-        """Three payloads and two manifests."""
-        a, b = OWNERS
-        payloads = [
-            self.payload(a, 0, [self.item(EMBED, 5, 40, kind)], kind, epoch=epoch),
-            self.payload(a, 1, [self.item(EMBED, 40, 90, kind)], kind, epoch=epoch),
-            self.payload(b, 0, [self.item(Q, 5, 90, kind)], kind, epoch=epoch),
-        ]
-        return [*payloads, self.seal(a, payloads[:2], [35, 50], kind), self.seal(b, payloads[2:], [85], kind)]
-
-    def manifest(self, owner, payloads, entries, kind=None, **changes):
-        kind = kind or self.kind
-        sealed = tuple(
-            SealedPayload(p.identity.sequence, payload_digest(p.data), n, len(p.data))
-            for p, n in zip(payloads, entries, strict=True)
-        )
-        return Manifest(
-            **{
-                "record_id": "r", "target": 0 if kind is Kind.RESTORE else 1,
-                "epoch": payloads[0].identity.epoch if payloads else self.epoch,
-                "owner": owner.owner, "owner_incarnation": owner.incarnation, "base": self.base(kind),
-                "payloads": sealed, "content_digest": "00" * 16, "changed_entries": sum(entries),
-                "owned_elements": 4000, **changes,
-            }
-        )  # fmt: skip
-
-    def seal(self, *args, **changes):
-        m = self.manifest(*args, **changes)
-        return SealedManifest(m.owner, m.epoch, encode_manifest(m))
-
-    def prepare(self, epoch=None, kind=None):
-        kind = kind or self.kind
-        order = Prepare("r", epoch or self.epoch, 0 if kind is Kind.RESTORE else 1, self.base(kind), OWNERS)
-        (result,) = self.call(order).results
-        assert isinstance(result, RankPrepared)
-
-    def open(self, epoch=None, kind=None):
-        self.prepare(epoch, kind)
-        return self.call(OpenApply("r", epoch or self.epoch))
-
-    @property
-    def bits(self):
-        return stored_bits(self.model)
-
-    def root(self):
-        digests = {m.owner: msgspec.msgpack.decode(m.data, type=Manifest).digest() for m in self.requests[3:]}
-        return manifest_root(digests)
-
-
-def acknowledged(answers):
-    return [r for a in answers for r in a.results if isinstance(r, RankAcknowledged)]
-
-
-def failed(answers):
-    return [r.reason for a in answers for r in a.results if isinstance(r, RankFailed)]
-
+from dcr.runtime.rank_messages import Learn, Undeliverable, decode_answer, encode
+from tests.faults.models import BF16, dense
 
 # ---------------------------------------------------------------- refused, and nothing happened
 
@@ -153,7 +25,14 @@ def other(request, **identity):
     return msgspec.structs.replace(request, identity=msgspec.structs.replace(request.identity, **identity))
 
 
+OLD, STRANGER = OwnerRef("rank-0", 6), OwnerRef("rank-9", 7)
 REFUSED = {
+    "an owner's other incarnation": (lambda r: r.payload(OLD, 0, []), "rank-0 (incarnation 6), which is not an owner"),
+    "no owner of the attempt": (lambda r: r.payload(STRANGER, 0, []), "rank-9 (incarnation 7), which is not an owner"),
+    "a manifest of another incarnation": (
+        lambda r: r.seal(OLD, r.requests[:2], [35, 50]),
+        "rank-0 (incarnation 6), which is not an owner of this attempt",
+    ),
     "cut short": (lambda r: msgspec.structs.replace(r.requests[1], data=r.requests[1].data[:-1]), "cut short"),
     "extended": (lambda r: msgspec.structs.replace(r.requests[1], data=r.requests[1].data + b"\0"), "extended"),
     "empty": (lambda r: msgspec.structs.replace(r.requests[1], data=b""), "the preamble alone has"),
@@ -267,33 +146,29 @@ def twin(r):
     return r.payload(OWNERS[0], 0, [r.item(EMBED, 5, 41, r.kind)])
 
 
-def payload_of(owner=OWNERS[0], *, base=None, **identity):
+def payload_of(*, base=None, **identity):
     def make(rank):
         against = msgspec.structs.replace(rank.base(rank.kind), **(base or {}))
-        return rank.payload(owner, 0, [], base=against, **identity)
+        return rank.payload(OWNERS[0], 0, [], base=against, **identity)
 
     return make
 
 
-def manifest_of(owner=OWNERS[0], base=None, first=0):
+def manifest_of(*, base=None, first=0):
     def make(rank):
         against = msgspec.structs.replace(rank.base(rank.kind), **(base or {}))
-        return rank.seal(owner, rank.requests[first:2], [35, 50][first:], base=against)
+        return rank.seal(OWNERS[0], rank.requests[first:2], [35, 50][first:], base=against)
 
     return make
 
 
-OLD, STRANGER = OwnerRef("rank-0", 6), OwnerRef("rank-9", 7)
 FAILED = {
     "another base version": (payload_of(base={"version": 4}), "made against"),
     "another baseline": (payload_of(base={"baseline_id": "cd" * 16}), "made against"),
     "another candidate": (payload_of(base={"candidate": "d"}), "made against"),
     "another kind": (payload_of(base={"kind": Kind.ABSOLUTE}), "made against"),
     "another target": (payload_of(target=2), "it is for version 2, this attempt for 1"),
-    "an owner's other incarnation": (payload_of(OLD), "rank-0 (incarnation 6) is not an owner of this attempt"),
-    "no owner of the attempt": (payload_of(STRANGER), "rank-9 (incarnation 7) is not an owner of this attempt"),
     "a manifest against another base": (manifest_of(base={"version": 4}), "made against"),
-    "a manifest of another incarnation": (manifest_of(OLD), "rank-0 (incarnation 6) is not an owner of this attempt"),
     "a manifest with a gap": (manifest_of(first=1), "not numbered 0, 1, 2"),
 }
 
@@ -358,12 +233,11 @@ def test_a_loader_that_fails_midway_tears_and_is_named_and_a_later_epoch_repairs
     assert not acknowledged(answers)
     assert answers[-1].state.torn_by == ("c",)
 
-    answers = [rank.open(2)]  # a relative attempt cannot repair it
-    rank.requests = rank.emission(2, Kind.RELATIVE)
     before = rank.bits
-    answers += [rank.call(r) for r in rank.requests]
-    (reason,) = failed(answers)
+    (reason,) = failed([rank.call(rank.order(2, rank.base(Kind.RELATIVE)))])  # a relative attempt cannot repair it
     assert "a relative payload against version 0 was refused: storage holds version 0, torn by c" in reason
+    for request in [OpenApply("r", 2), *rank.emission(2, Kind.RELATIVE)[:3]]:
+        assert rank.call(request).refused
     assert rank.bits == before
 
     rank.open(3, Kind.ABSOLUTE)
@@ -377,8 +251,7 @@ def test_an_absolute_attempt_of_another_candidate_is_not_taken_for_a_repair():
     rank.open()
     rank.call(rank.requests[0])
     base = msgspec.structs.replace(rank.base(Kind.ABSOLUTE), candidate="another")
-    rank.call(Prepare("r", 2, 1, base, OWNERS))
-    (reason,) = failed([rank.call(OpenApply("r", 2))])
+    (reason,) = failed([rank.call(rank.order(2, base))])
     assert "storage holds version 0, torn by c" in reason
 
 
@@ -454,6 +327,7 @@ def test_a_second_agent_finds_the_storage_as_it_was_left_and_another_engine_does
         msgspec.structs.replace(rank.attach, specs=rank.attach.specs[1:]),
     ):
         assert "a node agent is attached already" in rank.call(other_attach).refused
+    assert rank.call(msgspec.structs.replace(rank.attach, stage_bytes_max=1)).results == (rank.attached,)
 
 
 def test_orders_below_the_fence_and_of_another_record_are_refused():
@@ -461,11 +335,13 @@ def test_orders_below_the_fence_and_of_another_record_are_refused():
     rank.open()
     rank.prepare(5)
     for order, named in [
-        (Prepare("r", 4, 1, rank.base(Kind.RELATIVE), OWNERS), "epoch 4 refused: the fence is at 5"),
+        (rank.order(4, rank.base(Kind.RELATIVE)), "epoch 4 refused: the fence is at 5"),
+        (PrepareRank(rank.order(6, rank.base(Kind.RELATIVE)).order, CommitRecord("r", 0, 5, "l", 1, LOADED)), "older"),
+        (PrepareRank(rank.order(6, rank.base(Kind.RELATIVE)).order, CommitRecord("r", 0, 7, "l", 1, LOADED)), "newer"),
         (OpenApply("r", 1), "epoch 1 refused: the fence is at 5"),
         (OpenApply("r", 6), "was not prepared here"),
-        (Prepare("s", 9, 1, rank.base(Kind.RELATIVE), OWNERS), "order of record 's'"),
-        (Prepare("r", 5, 1, rank.base(Kind.ABSOLUTE), OWNERS), "two different prepare orders for epoch 5"),
+        (rank.order(9, rank.base(Kind.RELATIVE), record_id="s"), "order of record 's'"),
+        (rank.order(5, rank.base(Kind.ABSOLUTE)), "two different prepare orders for epoch 5"),
         (Learn(CommitRecord("s", 0, 9, "l", 1, LOADED)), "record 's' is not 'r'"),
     ]:
         before = rank.bits
@@ -493,3 +369,99 @@ def test_a_commit_of_other_manifests_does_not_make_storage_clean():
     committed = Committed(1, 1, "c", (), rank.root(), "op")
     state = rank.call(Learn(CommitRecord("r", 1, 1, "l", 1, "ee" * 16, committed=committed))).state
     assert (state.version, state.content_digest, state.clean) == (1, "ee" * 16, True)
+
+
+# ---------------------------------------------------------------- the asynchronous gate
+
+
+def staged(answers):
+    return [r.epoch for a in answers for r in a.results if isinstance(r, RankStaged)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]])
+def test_what_is_staged_is_written_when_it_is_ordered_and_not_before(order):
+    rank = Rank()
+    rank.prepare(stage=True)
+    before = rank.bits
+    assert "not staged here yet" in rank.call(OpenApply("r", 1)).refused
+    arriving = [rank.requests[n] for n in order]
+    answers = [rank.call(r) for r in [*arriving, *arriving]]
+    assert staged(answers) == staged(answers[:5]) == [1]
+    assert not failed(answers)
+    assert not acknowledged(answers)
+    assert answers[-1].state.clean
+    assert rank.bits == before
+    answer = rank.call(OpenApply("r", 1))
+    assert [r.root for r in acknowledged([answer])] == [rank.root()]
+    assert answer.state.torn_by == ("c",)
+    assert rank.bits == dense(rank.new)
+
+
+def test_a_stage_holds_no_more_bytes_than_its_bound_and_is_let_go_of_when_it_does():
+    rank = Rank()
+    held = [len(r.data) for r in rank.requests[:3]]
+    rank.call(msgspec.structs.replace(rank.attach, stage_bytes_max=sum(held) - 1))
+    rank.prepare(stage=True)
+    before = rank.bits
+    answers = [rank.call(r) for r in [rank.requests[3], rank.requests[4], *rank.requests[:3]]]
+    (reason,) = failed(answers)
+    assert f"{sum(held)} payload bytes in host memory, more than stage_bytes_max = {sum(held) - 1}: raise" in reason
+    assert staged(answers) == []
+    assert rank.bits == before
+    # What was let go of leaves room: the bound is for what is held, not for what ever came.
+    rank.call(msgspec.structs.replace(rank.attach, stage_bytes_max=sum(held)))
+    for epoch in (2, 3):
+        rank.prepare(epoch, stage=True)
+        rank.requests = rank.emission(epoch, Kind.RELATIVE)
+        assert staged([rank.call(r) for r in rank.requests]) == [epoch]
+    assert acknowledged([rank.call(OpenApply("r", 3))])
+    assert rank.bits == dense(rank.new)
+
+
+@pytest.mark.parametrize("by", ["prepare", "learn"])
+def test_a_stage_that_is_fenced_is_dropped_and_storage_stays_clean(by):
+    rank = Rank()
+    rank.prepare(stage=True)
+    before = rank.bits
+    for r in rank.requests:
+        rank.call(r)
+    if by == "prepare":
+        rank.prepare(2, stage=True)
+    else:
+        rank.call(Learn(CommitRecord("r", 0, 2, "l", 1, LOADED)))
+    assert "epoch 1 refused: the fence is at 2" in rank.call(OpenApply("r", 1)).refused
+    assert rank.bits == before
+    assert rank.host._held == {}
+    rank.open(3)  # another mode, another epoch
+    rank.requests = rank.emission(3, Kind.RELATIVE)
+    assert acknowledged([rank.call(r) for r in rank.requests])
+    assert rank.bits == dense(rank.new)
+
+
+def test_a_loader_that_fails_in_the_middle_of_a_stage_lets_go_of_the_rest():
+    rank = Rank()
+    rank.prepare(stage=True)
+    for r in rank.requests:
+        rank.call(r)
+    rank.mood.append("out of luck")
+    (reason,) = failed([rank.call(OpenApply("r", 1))])
+    assert "the loader raised ValueError: out of luck" in reason
+    assert rank.host._held == {}
+    rank.mood.clear()
+    rank.prepare(2, Kind.ABSOLUTE, stage=True)
+    rank.requests = rank.emission(2, Kind.ABSOLUTE)
+    assert staged([rank.call(r) for r in rank.requests]) == [2]
+    assert acknowledged([rank.call(OpenApply("r", 2))])
+    assert rank.bits == dense(rank.new)
+
+
+def test_held_bytes_that_went_bad_in_memory_fail_the_attempt_by_name():
+    rank = Rank()
+    rank.prepare(stage=True)
+    for r in rank.requests:
+        rank.call(r)
+    held = rank.host._held
+    last = rank.requests[2].identity
+    held[last] = msgspec.structs.replace(held[last], data=held[last].data[:-1])
+    (reason,) = failed([rank.call(OpenApply("r", 1))])
+    assert "cut short" in reason

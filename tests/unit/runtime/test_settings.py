@@ -7,7 +7,8 @@ from dcr.runtime.settings import Settings
 def test_every_default_is_a_bound():
     for name in Settings.__struct_fields__:
         value = getattr(Settings(), name)
-        assert value in ("add", "xor") if name == "operation" else value > 0
+        choices = {"operation": ("add", "xor"), "gate_mode": ("sync", "async")}
+        assert value in choices[name] if name in choices else value > 0
 
 
 def test_a_mapping_sets_what_it_names_and_nothing_else():
@@ -27,6 +28,12 @@ def test_a_mapping_sets_what_it_names_and_nothing_else():
         ({"ack_timeout_s": 0}, "setting ack_timeout_s"),
         ({"ack_timeout_s": float("nan")}, "setting ack_timeout_s: nan must be greater than 0"),
         ({"operation": "set"}, "setting operation: 'set' is not one of add, xor"),
+        ({"gate_mode": "lazy"}, "setting gate_mode: 'lazy' is not one of sync, async"),
+        ({"stage_bytes_max": 0}, "setting stage_bytes_max: 0 must be greater than 0"),
+        ({"stage_bytes_max": 1 << 51}, "setting stage_bytes_max: 2251799813685248 must be"),
+        ({"serve_lease_s": 0.0}, "setting serve_lease_s: 0.0 must be greater than 0"),
+        ({"serve_lease_s": 0.5}, "setting serve_lease_s: 0.5 must be greater than record_poll_s, which is 0.5"),
+        ({"record_poll_s": 40}, "setting serve_lease_s: 30.0 must be greater than record_poll_s, which is 40.0"),
     ],
 )
 def test_unknown_keys_and_impossible_values_are_refused_by_name(values, named):

@@ -1,0 +1,97 @@
+"""`dcr spec replay`: that the code follows the specification's traces."""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dcr.cli import counterexample
+from dcr.cli.spec import say
+from dcr.modelcheck import tlc
+from dcr.modelcheck.manifest import load_manifest
+from dcr.modelcheck.replay.graph_replay import replay_graph
+from dcr.modelcheck.replay.replayer import DivergenceError, Replayed
+from dcr.modelcheck.replay.replayer import replay as replay_trace
+from dcr.modelcheck.state_graph import read_state_graph
+from dcr.modelcheck.trace import Trace
+from dcr.modelcheck.trace_set import read_traces
+from dcr.protocol.errors import RefusedError
+
+_MODULE = "RefitTraces.tla"
+_TOLD_MAX = 3
+"""Divergences that are told as stories; the others are counted."""
+
+
+def replay(options: argparse.Namespace) -> dict[str, Any]:
+    """Replay files of traces, or a whole state graph.
+
+    Raises:
+        DcrError: A file that holds no traces, the manifest is refused, or a tool is missing.
+    """
+    if options.graph:
+        if options.files:
+            raise RefusedError("--graph replays a model, FILE replays traces: name one of them")
+        return _graph(options)
+    files = options.files or sorted((options.spec / "traces").glob("*.itf.jsonl.zst"))
+    if not files:
+        raise RefusedError(f"{options.spec / 'traces'}: no traces to replay; `dcr spec traces` makes them")
+    done, wrong = Replayed(), 0
+    for file in files:
+        before = done.traces
+        for number, trace in enumerate(read_traces(file)):
+            try:
+                done += replay_trace(trace)
+            except DivergenceError as error:
+                wrong += 1
+                _diverged(options, f"{file.name.partition('.')[0]}-{number}", trace, error, tell=wrong <= _TOLD_MAX)
+        say(f"{done.traces - before:6} traces followed: {file}")
+    return _report(done, wrong)
+
+
+def _graph(options: argparse.Namespace) -> dict[str, Any]:
+    model = load_manifest(options.spec).model(options.graph)
+    with tempfile.TemporaryDirectory(prefix="dcr-graph-") as folder:
+        path = Path(folder) / "graph.dot"
+        result = tlc.run(
+            options.spec / model.module,
+            options.spec / model.config,
+            heap=options.heap,
+            timeout_s=options.timeout_s,
+            graph=path,
+        )
+        if result.outcome is not tlc.Outcome.OK:
+            raise RefusedError(f"model {model.name}: {result.verdict}: {result.message}; see `dcr spec check`")
+        graph = read_state_graph(path)
+    say(f"{model.name}: {len(graph.states):,} states, {graph.edges:,} steps between them")
+    try:
+        done = replay_graph(graph)
+    except DivergenceError as error:
+        say(f"WRONG  {error}")
+        return _report(Replayed(), 1)
+    return _report(done, 0)
+
+
+def _diverged(options: argparse.Namespace, name: str, trace: Trace, error: DivergenceError, *, tell: bool) -> None:
+    if not tell:
+        return
+    say(f"WRONG  {name}: {error}")
+    story = Trace(trace.steps[: error.step + 1])
+    path = Path(options.save) / f"{name}.itf.json"
+    counterexample.keep(story, options.spec / _MODULE, path, "the code did not follow this trace", story=True)
+
+
+def _report(done: Replayed, wrong: int) -> dict[str, Any]:
+    say(f"{'step':20} {'taken':>10} {'refused':>10} {'no effect':>10}")
+    for name in sorted({*done.steps, *done.refused, *done.without_effect}):
+        say(f"{name:20} {done.steps[name]:10,} {done.refused[name]:10,} {done.without_effect[name]:10,}")
+    followed = f"{done.traces} traces followed, {wrong} not" if done.traces or wrong else "the whole graph followed"
+    refused = done.refused.total() + done.without_effect.total()
+    say(f"{followed}; {done.steps.total():,} steps taken, {refused:,} forbidden events refused")
+    return {
+        "ok": not wrong,
+        "traces": done.traces,
+        "wrong": wrong,
+        "steps": dict(sorted(done.steps.items())),
+        "refused": dict(sorted(done.refused.items())),
+        "without_effect": dict(sorted(done.without_effect.items())),
+    }

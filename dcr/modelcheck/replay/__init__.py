@@ -1,0 +1,1 @@
+"""Replays behaviours of the specification on the roles of ``dcr.protocol``."""

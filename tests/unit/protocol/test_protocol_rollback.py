@@ -1,0 +1,127 @@
+"""Turning a transition back: how it ends, and that it always does (DESIGN D17)."""
+
+from leader import D0, D1, D2, TORN, Leader, attempting, committed, leading, stopped, token
+
+from dcr.protocol.coordinator import Phase
+from dcr.protocol.identity import Kind
+from dcr.protocol.messages import CandidateReady, EmitFailed, Outcome, Prepare
+from dcr.protocol.record import Direction
+
+
+def torn(**settings: object) -> Leader:
+    """An attempt that has torn one of its engines."""
+    at = attempting("a", "b", **settings)
+    at.prepared("a")
+    at.prepared("b")
+    at.seals()
+    at.take()
+    return at
+
+
+def test_the_operator_turns_a_transition_back() -> None:
+    at = torn()
+    at.do(at.c.roll_back())
+    assert at.record.open.direction is Direction.BACK
+    assert (at.record.open.kind, at.record.open.attempts, at.record.open.target) == (Kind.ABSOLUTE, 2, 1)
+    a, _, emit = at.take()
+    assert isinstance(a, Prepare)
+    assert (a.target, a.base) == (emit.target, emit.base)
+    assert (emit.target, emit.base.version, emit.base.kind, emit.operation) == (0, 0, Kind.ABSOLUTE, "set")
+    at.prepared("a", TORN)
+    at.prepared("b")
+    at.seals(D0)
+    at.acknowledged("a")
+    at.acknowledged("b")
+    assert at.reasons[-1] == "Commit"
+    assert (at.record.version, at.record.baseline_id, at.record.open) == (0, D0, None)
+    assert at.record.committed.direction is Direction.BACK
+    outcome = at.take()[-1]
+    assert isinstance(outcome, Outcome)
+    assert (outcome.version, outcome.push) == (0, 1)
+    assert "was rolled back to version 0 on the operator's order: every member serves that version" in outcome.error
+    assert at.c.phase is Phase.IDLE
+    at.push(2)
+    assert at.record.open.candidate == token(1, 2)
+
+
+def test_a_rollback_that_fails_is_tried_again_and_never_turned_forward() -> None:
+    at = torn()
+    at.do(at.c.roll_back())
+    at.fails("a")
+    assert (at.record.open.direction, at.record.open.attempts) == (Direction.BACK, 3)
+    at.push(1)
+    assert at.record.open.direction is Direction.BACK
+
+
+def test_a_rollback_that_is_out_of_reach_ends_as_an_abandon() -> None:
+    at = torn(attempts_max=1)
+    at.do(at.c.roll_back())
+    at.fails("a")
+    assert at.reasons[-2:] == ["Abandon", "OpenRestore"]  # what it has torn is restored
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert "rolled back to version 0 on the operator's order: abandoned, because roll-back attempt" in outcome.error
+    at = torn()
+    at.do(at.c.roll_back())
+    at.owner(EmitFailed("o", 1, at.epoch, "candidate changed", fatal=True))
+    assert at.reasons[-1] == "Abandon"
+
+
+def test_a_rollback_without_a_baseline_or_a_candidate_ends_as_an_abandon() -> None:
+    at = leading("a")
+    at.owner_joins(2, "")
+    at.owner(CandidateReady("o", 2, 1))
+    at.do(at.c.roll_back())  # a dense attempt, which leaves no baseline to go back to
+    assert at.reasons[-1] == "Abandon"
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert "the baseline of version 0 is not held" in outcome.error
+    at = torn()
+    at.do(at.c.roll_back())
+    at.owner_joins(2)
+    assert at.reasons[-1] == "Abandon"
+
+
+def test_a_rollback_of_other_content_than_the_committed_is_not_committed() -> None:
+    at = torn()
+    at.do(at.c.roll_back())
+    at.prepared("a")
+    at.prepared("b")
+    at.seals(D2)
+    at.acknowledged("a")
+    at.acknowledged("b")
+    assert "Commit" not in at.reasons
+    assert at.record.open is None
+
+
+def test_a_stopped_transition_is_turned_back_without_a_push() -> None:
+    at = stopped(D1)
+    at.do(at.c.roll_back())
+    assert at.record.open.direction is Direction.BACK
+    at.prepared("a", TORN)
+    at.seals(D0)
+    at.acknowledged("a")
+    assert at.record.committed.direction is Direction.BACK
+    assert not any(isinstance(o, Outcome) for o in at.take())
+
+
+def test_a_push_that_comes_after_the_order_to_turn_back_is_another_one() -> None:
+    at = stopped(D1)
+    at.do(at.c.roll_back())
+    at.push(2)
+    at.prepared("a", TORN)
+    at.seals(D0)
+    at.acknowledged("a")
+    assert at.reasons[-2:] == ["Commit", "OpenAttempt"]
+    assert not any(isinstance(o, Outcome) for o in at.take())
+    assert at.record.open.direction is Direction.FORWARD
+
+
+def test_there_is_nothing_to_turn_back_between_transitions() -> None:
+    at = leading("a")
+    at.do(at.c.roll_back())
+    at.push()
+    assert at.record.open.direction is Direction.FORWARD
+    at = committed("a")
+    at.do(at.c.roll_back())  # too late
+    at.folded()
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert outcome.error == ""

@@ -1,0 +1,268 @@
+"""A node agent beside a real engine, led by hand: a real record, a real channel, real payloads in a folder."""
+
+import queue
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcr.control_plane.address import open_control_plane
+from dcr.delivery.address import open_delivery
+from dcr.delivery.interface import manifest_key
+from dcr.protocol.identity import Base, Kind, encode_manifest, manifest_root
+from dcr.protocol.messages import (
+    Acknowledged,
+    AttemptFailed,
+    Emit,
+    OpenApply,
+    Prepare,
+    Prepared,
+    Published,
+    Serving,
+    Staged,
+    StorageState,
+    decode_report,
+    encode_message,
+)
+from dcr.protocol.record import CommitRecord, Member, OpenTransition, OwnerRef, encode_record
+from dcr.rollout.node import RolloutNode
+from dcr.rollout.torch.engine import TorchEngine
+from dcr.runtime.channel import Hub, Peer, Received
+from dcr.runtime.emission import Emission
+from dcr.runtime.registry import register_leader
+from dcr.runtime.secret import load_or_create_secret, record_secret
+from dcr.runtime.secret_path import secret_path
+from dcr.trainer.torch.source import TorchSource
+from tests.faults.models import Policy, Served, dense, stored_bits
+
+WAIT_S = 20.0
+INCARNATION = 7
+T = TypeVar("T")
+
+
+class Led:
+    """One engine that serves version 0, its node, and a leader that is this test."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.file = folder / "run" / "record.db"
+        control, delivery = f"sqlite://{self.file}", f"file://{folder}/payloads"
+        self.control, self.delivery = open_control_plane(control), open_delivery(delivery)
+        self.policy = Policy()
+        self.source = TorchSource(self.policy)
+        digest = self.source.baseline_digest
+        assert digest is not None
+        self.old = {n: t.detach().clone() for n, t in self.policy.state_dict().items()}
+        save_file(self.old, folder / "model.safetensors")
+        self.model = Served()
+        self.model.load_weights(self.old.items())
+        self.heard: queue.Queue[object] = queue.Queue()
+        self.hub = Hub(record_secret(load_or_create_secret(secret_path(control)), "default"), self._on_event)
+        register_leader(self.control, "default", self.hub.address)
+        self.engine = TorchEngine(self.model, name="a", checkpoint=folder, gate_wait_s=WAIT_S)
+        settings = {"record_poll_s": 0.05, **settings}
+        self.node = RolloutNode(self.engine, control=control, delivery=delivery, settings=settings)
+        self.me = Member("a", self.node.incarnation)
+        self.owner = OwnerRef(self.source.owner, INCARNATION)
+        self.revision: int | None = None
+        self.record = CommitRecord.create("default", "leader", digest.hex())
+        self.write(self.record.admit((self.me,)))
+        self.node.wait_serving(0, WAIT_S)
+
+    def _on_event(self, event: object) -> None:
+        if isinstance(event, Received):
+            self.heard.put(decode_report(event.message))
+
+    def close(self) -> None:
+        self.node.close()
+        self.hub.close()
+        self.control.close()
+        self.delivery.close()
+
+    def write(self, record: CommitRecord) -> None:
+        self.record = record
+        n = 1 if self.revision is None else self.revision + 1
+        stored = self.control.compare_and_set(
+            "default", self.revision, encode_record(record), operation_id=f"op{n}", actor="leader", reason="test"
+        )
+        self.revision = stored.revision
+
+    def send(self, order: object) -> None:
+        peer = Peer("node", "a", self.node.incarnation)
+        deadline = time.monotonic() + WAIT_S
+        while not self.hub.send(peer, encode_message(order)):  # type: ignore[arg-type]
+            assert time.monotonic() < deadline, "the node did not connect"
+            time.sleep(0.01)
+
+    def hear(self, kind: type[T]) -> T:
+        """The next report of this kind; others before it are passed over."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            report = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            if isinstance(report, kind):
+                return report
+            assert not isinstance(report, AttemptFailed), report
+
+    def hears_serving(self, epoch: int) -> list[object]:
+        """Everything up to the report that version 0 is served, made at this epoch of K."""
+        found: list[object] = []
+        while Serving("a", self.node.incarnation, epoch, 0) not in found:
+            found.append(self.heard.get(timeout=WAIT_S))
+        return found
+
+    def prepare(self, *, stage: bool, incarnation: int | None = None) -> Prepare:
+        """Open an attempt in K and order it."""
+        k = self.record
+        attempts = 1 if k.open is None else k.open.attempts + 1
+        kind = Kind.RELATIVE if attempts == 1 else Kind.ABSOLUTE
+        self.write(k.open_attempt(OpenTransition(1, "w", attempts, kind, (self.owner,), 0, ("add",)), (self.me,)))
+        base = Base(kind, 0, k.baseline_id, "w")
+        order = Prepare(
+            "default", self.record.epoch, 1, base, (self.owner,), incarnation or self.node.incarnation, stage
+        )
+        self.send(order)
+        return order
+
+    def emit(self, order: Prepare) -> str:
+        """Deliver the candidate's payloads, then its seal; the root over it."""
+        emit = Emit("default", order.epoch, order.target, order.base, "add", ("scale",))
+        with torch.no_grad():
+            manifest = Emission(emit, self.source, INCARNATION, self.delivery, 700).run()
+        assert len(manifest.payloads) >= 3
+        key = manifest_key("default", order.target, order.epoch, self.owner.owner, INCARNATION)
+        self.delivery.put(key, encode_manifest(manifest))
+        self.content_digest = manifest.content_digest
+        return manifest_root({self.owner.owner: manifest.digest()})
+
+    def commit(self, root: str) -> None:
+        self.write(self.record.commit(self.content_digest, root, "op"))
+        self.send(Published("default", self.record.epoch))
+        assert self.node.wait_serving(1, WAIT_S) == 1
+        assert stored_bits(self.model) == dense(self.policy.state_dict())
+
+    def serves_old(self) -> None:
+        with self.engine.request() as version:
+            assert version == 0
+            assert stored_bits(self.model) == dense(self.old)
+
+
+def led(folder: Path, **settings: Any) -> Iterator[Led]:
+    one = Led(folder, settings)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[Led]:
+    yield from led(tmp_path)
+
+
+@pytest.fixture
+def leased(tmp_path: Path) -> Iterator[Led]:
+    yield from led(tmp_path, serve_lease_s=1.0)
+
+
+@pytest.fixture
+def narrow(tmp_path: Path) -> Iterator[Led]:
+    yield from led(tmp_path, stage_bytes_max=1500)
+
+
+def wait(until: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not until():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.005)
+
+
+def test_a_synchronous_attempt(at: Led) -> None:
+    at.policy.step(1)
+    order = at.prepare(stage=False)
+    held = StorageState(0, at.record.baseline_id, ())
+    assert at.hear(Prepared) == Prepared("a", at.node.incarnation, 1, held)
+    assert at.node.version is None
+    root = at.emit(order)
+    at.send(OpenApply("default", 1))
+    assert at.hear(Acknowledged).manifest_root == root
+    assert at.node.version is None
+    at.commit(root)
+    assert at.hear(Serving).version == 1
+
+
+def test_an_asynchronous_attempt_serves_the_old_version_until_it_is_applied(at: Led) -> None:
+    at.policy.step(1)
+    order = at.prepare(stage=True)
+    assert at.hear(Prepared).state.clean
+    at.serves_old()
+    root = at.emit(order)
+    assert at.hear(Staged) == Staged("a", at.node.incarnation, 1)
+    at.serves_old()
+    with at.engine.request() as version:  # it was let in before, and is answered whole
+        at.send(OpenApply("default", 1))
+        wait(lambda: at.engine.version is None)
+        time.sleep(0.1)
+        assert version == 0
+        assert stored_bits(at.model) == dense(at.old)
+    assert at.hear(Acknowledged).manifest_root == root
+    assert at.node.version is None
+    at.commit(root)
+
+
+def test_a_stage_that_k_abandons_is_dropped_and_the_old_version_served_on(at: Led) -> None:
+    at.policy.step(1)
+    order = at.prepare(stage=True)
+    at.emit(order)
+    at.hear(Staged)
+    at.write(at.record.abandon())
+    at.send(Published("default", 2))
+    at.hears_serving(2)
+    at.send(OpenApply("default", 1))  # late
+    at.serves_old()
+    again = at.prepare(stage=False)
+    at.hear(Prepared)
+    root = at.emit(again)
+    at.send(OpenApply("default", 3))
+    at.hear(Acknowledged)
+    at.commit(root)
+
+
+def test_a_stage_beyond_its_bound_fails_by_name_and_the_old_version_is_served_on(narrow: Led) -> None:
+    narrow.policy.step(1)
+    order = narrow.prepare(stage=True)
+    narrow.hear(Prepared)
+    narrow.emit(order)
+    failed = narrow.hear(AttemptFailed)
+    assert "more than stage_bytes_max = 1500: raise stage_bytes_max" in failed.reason
+    assert failed.state.clean
+    narrow.serves_old()
+    again = narrow.prepare(stage=False)  # the synchronous gate holds nothing
+    narrow.hear(Prepared)
+    root = narrow.emit(again)
+    narrow.send(OpenApply("default", 2))
+    narrow.hear(Acknowledged)
+    narrow.commit(root)
+
+
+def test_an_order_for_another_incarnation_is_not_obeyed(at: Led) -> None:
+    at.prepare(stage=False, incarnation=at.node.incarnation + 1)
+    at.write(at.record.abandon())
+    at.send(Published("default", 2))
+    assert not any(isinstance(r, Prepared) for r in at.hears_serving(2))
+    at.serves_old()
+
+
+def test_nothing_is_served_that_may_be_stale_while_the_record_is_out_of_reach(leased: Led) -> None:
+    at = leased
+    time.sleep(1.3)  # longer than the lease: it is renewed with every read
+    at.serves_old()
+    away = at.file.with_name("away.db")
+    at.file.rename(away)
+    gone = time.monotonic()
+    wait(lambda: at.engine.version is None)
+    assert time.monotonic() - gone > 0.4
+    assert at.node.version is None
+    away.rename(at.file)
+    assert at.node.wait_serving(0, WAIT_S) == 0
+    at.serves_old()

@@ -1,0 +1,107 @@
+"""Owner host and coordinator host with real engines around them: rollback, and the asynchronous gate."""
+
+import re
+import threading
+
+import pytest
+
+from dcr import PushError
+from dcr.protocol.record import Direction
+from tests.faults.thread_fleet import Fleet, flip, rewrite
+
+ROLLED_BACK = r"to version 1 was rolled back to version 0 on the operator's order: "
+
+
+@pytest.fixture(params=["sync", "async"])
+def fleet(tmp_path, request):
+    f = Fleet(tmp_path, {"gate_mode": request.param, "attempts_max": 1})
+    yield f
+    f.close()
+
+
+def actions(fleet):
+    return [s.action for s in fleet.steps]
+
+
+def test_a_push_is_exact_in_both_modes(fleet):
+    a, b = fleet.engine("a"), fleet.engine("b")
+    for _ in range(2):
+        fleet.check(a)
+        fleet.check(b)
+        fleet.step()
+        assert fleet.push().members == ("a", "b")
+    fleet.check(a)
+    fleet.check(b)
+    staged = fleet.addresses["settings"]["gate_mode"] == "async"
+    assert actions(fleet).count("Stage") == (4 if staged else 0)
+
+
+def test_a_push_that_waits_is_turned_back(fleet):
+    a, b = fleet.engine("a"), fleet.engine("b")
+    fleet.check(a)
+    fleet.check(b)
+    fleet.step(rate=0.5)
+    turned = []
+
+    def act(_):
+        turned.append(threading.Thread(target=fleet.refit.roll_back))
+        turned[0].start()
+
+    fleet.once("BeginWrite", act)
+    fleet.once("EndWrite", lambda _: fleet.wait(lambda: "RollBack" in actions(fleet)))
+    with pytest.raises(PushError, match=ROLLED_BACK + "every member serves that version again"):
+        fleet.refit.push()
+    turned[0].join()
+    record = fleet.record()
+    assert (record.version, record.open, record.committed.direction) == (0, None, Direction.BACK)
+    assert "OpenRestore" not in actions(fleet)
+    fleet.check(a)
+    fleet.check(b)
+    report = fleet.push()  # the same weights, as another candidate: nothing forbids them
+    assert (report.kind, report.attempts) == ("relative", 1)
+    fleet.check(a)
+    fleet.check(b)
+
+
+def stop(fleet, engine):
+    """A push whose only attempt fails after it has torn the engine."""
+    fleet.check(engine)
+    fleet.step(rate=0.5)
+    fleet.once("OpenApply", lambda step: rewrite(fleet.objects(step.epoch)[-1], flip))
+    with pytest.raises(PushError, match="the transition stopped"):
+        fleet.refit.push()
+
+
+@pytest.mark.parametrize("fleet", ["sync"], indirect=True)
+def test_a_stopped_transition_is_turned_back_with_the_weights_that_were_pushed(fleet):
+    e = fleet.engine("a")
+    stop(fleet, e)
+    assert e.node.version is None
+    fleet.refit.roll_back()
+    fleet.check(e)
+    assert fleet.record().committed.direction is Direction.BACK
+    assert "OpenRestore" not in actions(fleet)
+
+
+@pytest.mark.parametrize("fleet", ["sync"], indirect=True)
+def test_a_stopped_transition_of_weights_that_were_stepped_is_abandoned_instead(fleet):
+    e = fleet.engine("a")
+    stop(fleet, e)
+    fleet.policy.step(99)
+    fleet.refit.roll_back()
+    fleet.check(e)  # restored
+    assert fleet.record().committed is None
+    failed = [s.detail for s in fleet.steps if s.action == "EmitFailed"]
+    assert any(re.search("candidate changed", detail) for detail in failed)
+    assert "OpenRestore" in actions(fleet)
+
+
+@pytest.mark.parametrize("fleet", ["sync"], indirect=True)
+def test_turning_back_between_transitions_changes_nothing(fleet):
+    e = fleet.engine("a")
+    fleet.check(e)
+    fleet.refit.roll_back()
+    fleet.step()
+    fleet.push()
+    fleet.check(e)
+    assert "RollBack" not in actions(fleet)
