@@ -50,6 +50,10 @@ def replay(options: argparse.Namespace) -> dict[str, Any]:
 
 def _graph(options: argparse.Namespace) -> dict[str, Any]:
     model = load_manifest(options.spec).model(options.graph)
+    if model.module != _MODULE:
+        raise RefusedError(f"model {model.name}: only models of {_MODULE} can be replayed: it names each step")
+    if model.set == "simulated":
+        raise RefusedError(f"model {model.name}: too large to explore; its traces are replayed without --graph")
     with tempfile.TemporaryDirectory(prefix="dcr-graph-") as folder:
         path = Path(folder) / "graph.dot"
         result = tlc.run(

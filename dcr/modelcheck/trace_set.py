@@ -42,7 +42,11 @@ def read_traces(path: Path) -> Iterator[Trace]:
     Raises:
         ItfError: Not a file that `write_traces` wrote whole, or a trace that is none.
     """
-    with path.open("rb") as packed:
+    try:
+        packed = path.open("rb")
+    except OSError as error:
+        raise ItfError(f"{path}: {error.strerror}; name a file of traces") from None
+    with packed:
         try:
             expected = zstandard.get_frame_parameters(packed.read(_HEADER_BYTES_MAX)).content_size
             packed.seek(0)
@@ -50,7 +54,11 @@ def read_traces(path: Path) -> Iterator[Trace]:
             lines = io.BufferedReader(reader, buffer_size=1 << 20)
             while line := lines.readline(ITF_BYTES_MAX):
                 expected -= len(line)
-                yield load_trace(line)
+                try:
+                    trace = load_trace(line)
+                except ItfError as error:
+                    raise ItfError(f"{path}: {error}") from None
+                yield trace
         except zstandard.ZstdError as error:
             raise ItfError(f"{path}: not a Zstandard frame of traces ({error}); make the file again") from None
     if expected:

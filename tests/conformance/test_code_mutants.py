@@ -10,7 +10,7 @@ import pytest
 from code_mutants import CODE_MUTANTS, GUARDED_TWICE, ON_A_GRAPH, UNSHOWN, WITHOUT_COUNTERPART
 from guards import guards
 from spec_models import MANIFEST
-from test_replay import TRACED, TRACES, UNSEEN, _follows_every_step, _replayed
+from test_replay import TRACED, TRACES, UNSEEN, follows_every_step, replayed
 
 from dcr.modelcheck.replay.abstraction import Abstraction
 from dcr.modelcheck.replay.branch import branch
@@ -72,7 +72,7 @@ def test_caught_on_a_graph(mutant, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         apply(mutant, patch)
         with pytest.raises((DivergenceError, AssertionError), match=rf"\b{mutant.shows}\b"):
-            _follows_every_step(mutant.model, tmp_path)
+            follows_every_step(mutant.model, tmp_path)
 
 
 def test_every_mutant_of_the_specification_has_its_counterpart_or_a_reason_why_not():
@@ -88,7 +88,7 @@ def _where_it_refused(guard):
     """Models whose trials met this guard, the one that met it most often for its size first."""
     hits = {}
     for model in TRACED:
-        done = _replayed(model.name)
+        done = replayed(model.name)
         met = sum(n for (f, line), n in done.refusals.items() if f == guard.file and guard.first <= line <= guard.last)
         if met:
             hits[model.name] = met / sum(done.refusals.values())

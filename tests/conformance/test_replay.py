@@ -1,6 +1,5 @@
 """The roles do what the specification does, step by step, and refuse what it forbids."""
 
-from collections import Counter
 from functools import cache
 
 import pytest
@@ -10,6 +9,7 @@ from test_models import actions
 
 from dcr.cli.main import main
 from dcr.modelcheck import tlc
+from dcr.modelcheck.manifest import Traces
 from dcr.modelcheck.replay.graph_replay import replay_graph
 from dcr.modelcheck.replay.replayer import Replayed, replay
 from dcr.modelcheck.state_graph import read_state_graph
@@ -18,6 +18,8 @@ from dcr.modelcheck.trace_set import read_traces
 TRACES = SPEC / "traces"
 TRACED = [m for m in MANIFEST.models if m.traces is not None]
 LEAST, LEAST_LONG = 1000, 10_000
+DISTINCT = 0.92
+"""The least share of random behaviours that are no repetition."""
 
 GRAPHS = ("traces_rollback", "traces_join")
 """Models whose whole graph is replayed in the normal run: turning back, time-outs; restarts, restores and joins."""
@@ -63,7 +65,7 @@ def _file(model):
 
 
 @cache
-def _replayed(name):
+def replayed(name):
     done = Replayed()
     for trace in read_traces(_file(MANIFEST.model(name))):
         done += replay(trace)
@@ -73,14 +75,14 @@ def _replayed(name):
 def _all():
     total = Replayed()
     for model in TRACED:
-        total += _replayed(model.name)
+        total += replayed(model.name)
     return total
 
 
 @pytest.mark.parametrize("model", TRACED, ids=lambda m: m.name)
 @pytest.mark.timeout(600)
 def test_the_code_follows_the_traces(model):
-    assert _replayed(model.name).traces > 0.9 * model.traces.behaviours
+    assert replayed(model.name).traces > 0.9 * model.traces.behaviours
 
 
 def test_there_are_enough_traces_and_they_take_every_action():
@@ -113,7 +115,7 @@ def _graph_of(name, folder):
     return graph
 
 
-def _follows_every_step(name, folder):
+def follows_every_step(name, folder):
     graph = _graph_of(name, folder)
     done = replay_graph(graph)
     assert done.steps.total() == graph.edges
@@ -122,53 +124,56 @@ def _follows_every_step(name, folder):
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.timeout(600)
 def test_the_code_follows_every_step_of_a_whole_graph(name, tmp_path):
-    _follows_every_step(name, tmp_path)
+    follows_every_step(name, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [m.name for m in TRACED if m.set != "simulated" and m.name not in GRAPHS])
 def test_the_code_follows_every_step_of_larger_graphs(name, tmp_path):
-    _follows_every_step(name, tmp_path)
+    follows_every_step(name, tmp_path)
+
+
+FRESH = {m.name: 150 if m.set == "simulated" else 760 for m in TRACED}
+"""How many traces of each model are taken anew in the long run, with another seed; few occur twice."""
+
+
+def test_the_long_run_takes_ten_thousand_traces():
+    assert DISTINCT * sum(FRESH.values()) >= LEAST_LONG
 
 
 @pytest.mark.long
-@pytest.mark.timeout(7200)
-def test_the_code_follows_ten_thousand_fresh_traces(tmp_path):
-    done = Counter()
-    for model in TRACED:
-        share = -(-LEAST_LONG * 11 // 10 // len(TRACED))  # some occur twice
-        out = tmp_path / "traces.itf.jsonl.zst"
-        taken = ["--behaviours", str(share), "--depth", str(model.traces.depth), "--seed", "20261129"]
-        assert (
-            main(["spec", "traces", model.name, "--spec", str(SPEC), "--out", str(out), "--timeout-s", "3600", *taken])
-            == 0
-        )
-        for trace in read_traces(out):
-            replay(trace)
-            done[model.name] += 1
-    assert done.total() >= LEAST_LONG
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", TRACED, ids=lambda m: m.name)
+def test_the_code_follows_fresh_traces(model, tmp_path):
+    out = _taken(model, Traces(FRESH[model.name], model.traces.depth, 20261129), tmp_path)
+    followed = 0
+    for trace in read_traces(out):
+        replay(trace)
+        followed += 1
+    assert followed >= DISTINCT * FRESH[model.name]
 
 
 def test_no_file_of_traces_is_left_over():
     assert {p.name for p in TRACES.iterdir()} == {_file(m).name for m in TRACED}
 
 
-def _taken_anew(model, folder):
+def _taken(model, traces, folder):
     out = folder / "traces.itf.jsonl.zst"
-    t = model.traces
-    taken = ["--behaviours", str(t.behaviours), "--depth", str(t.depth), "--seed", str(t.seed)]
-    assert main(["spec", "traces", model.name, "--spec", str(SPEC), "--out", str(out), *taken]) == 0
-    return out.read_bytes()
+    how = ["--behaviours", str(traces.behaviours), "--depth", str(traces.depth), "--seed", str(traces.seed)]
+    assert (
+        main(["spec", "traces", model.name, "--spec", str(SPEC), "--out", str(out), "--timeout-s", "3000", *how]) == 0
+    )
+    return out
 
 
 def test_traces_are_those_of_this_specification(tmp_path):
     model = MANIFEST.model("traces_rollback")
-    assert _taken_anew(model, tmp_path) == _file(model).read_bytes(), "make traces"
+    assert _taken(model, model.traces, tmp_path).read_bytes() == _file(model).read_bytes(), "make traces"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", TRACED, ids=lambda m: m.name)
 def test_all_traces_are_those_of_this_specification(model, tmp_path):
-    assert _taken_anew(model, tmp_path) == _file(model).read_bytes(), "make traces"
+    assert _taken(model, model.traces, tmp_path).read_bytes() == _file(model).read_bytes(), "make traces"
