@@ -28,7 +28,11 @@ def keep(trace: Trace, module: Path, path: Path, source: str, *, story: bool) ->
         return None
     if story:
         say(tell(trace, types))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data + b"\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data + b"\n")
+    except OSError as error:
+        say(f"       not saved: {path}: {error.strerror}; --save names another folder")
+        return None
     say(f"       saved as {path}")
     return str(path)

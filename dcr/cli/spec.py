@@ -60,12 +60,10 @@ def _saving(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, default=SAVE, metavar="DIR", help=f"where counterexamples go ({SAVE})")
 
 
-def _sampling(parser: argparse.ArgumentParser, behaviours: int) -> None:
-    parser.add_argument(
-        "--behaviours", type=_count, default=behaviours, metavar="N", help=f"behaviours to take ({behaviours})"
-    )
-    parser.add_argument("--depth", type=_count, default=60, metavar="N", help="states of a behaviour at most (60)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="same seed, same behaviours, with TLC (1)")
+def _sampling(parser: argparse.ArgumentParser, behaviours: str, depth: str, seed: str) -> None:
+    parser.add_argument("--behaviours", type=_count, metavar="N", help=f"behaviours to take ({behaviours})")
+    parser.add_argument("--depth", type=_count, metavar="N", help=f"states of a behaviour at most ({depth})")
+    parser.add_argument("--seed", type=int, metavar="N", help=f"same seed, same behaviours, with TLC ({seed})")
 
 
 def add(commands: Any) -> None:
@@ -100,7 +98,7 @@ def add(commands: Any) -> None:
         "Take random behaviours and check the model's properties along them.  Finding nothing proves nothing.",
     )
     simulate.add_argument("model", metavar="MODEL", help="a model of the manifest")
-    _sampling(simulate, 200)
+    _sampling(simulate, "200", "60", "1")
     _checker(simulate)
     _saving(simulate)
     simulate.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds at most (600)")
@@ -115,7 +113,7 @@ def add(commands: Any) -> None:
         "action was taken: TLC's files do not.",
     )
     traces.add_argument("model", metavar="MODEL", nargs="?", help="a model of the manifest (all that have traces)")
-    _sampling(traces, 1000)
+    _sampling(traces, *["as the manifest says"] * 3)
     traces.add_argument("--out", type=Path, metavar="FILE", help="the file to write, with MODEL (traces/MODEL.itf...)")
     traces.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds at most (600)")
     replay = _command(

@@ -37,15 +37,21 @@ def replay(options: argparse.Namespace) -> dict[str, Any]:
         raise RefusedError(f"{options.spec / 'traces'}: no traces to replay; `dcr spec traces` makes them")
     done, wrong = Replayed(), 0
     for file in files:
-        before = done.traces
+        before, tried = done.traces, done.traces + wrong
         for number, trace in enumerate(read_traces(file)):
             try:
                 done += replay_trace(trace)
+            except RefusedError as error:
+                raise RefusedError(f"{file}, trace {number}: {error}") from None
             except DivergenceError as error:
                 wrong += 1
                 _diverged(options, f"{file.name.partition('.')[0]}-{number}", trace, error, tell=wrong <= _TOLD_MAX)
+        if done.traces + wrong == tried:
+            raise RefusedError(f"{file}: holds no traces; `dcr spec traces` makes them anew")
         say(f"{done.traces - before:6} traces followed: {file}")
-    return _report(done, wrong)
+    if wrong > _TOLD_MAX:
+        say(f"{wrong - _TOLD_MAX} more were not followed and are not told")
+    return _report(done, wrong, f"{done.traces} traces followed, {wrong} not")
 
 
 def _graph(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,8 +77,8 @@ def _graph(options: argparse.Namespace) -> dict[str, Any]:
         done = replay_graph(graph)
     except DivergenceError as error:
         say(f"WRONG  {error}")
-        return _report(Replayed(), 1)
-    return _report(done, 0)
+        return _report(Replayed(), 1, "the graph was not followed")
+    return _report(done, 0, "the whole graph followed")
 
 
 def _diverged(options: argparse.Namespace, name: str, trace: Trace, error: DivergenceError, *, tell: bool) -> None:
@@ -84,11 +90,10 @@ def _diverged(options: argparse.Namespace, name: str, trace: Trace, error: Diver
     counterexample.keep(story, options.spec / _MODULE, path, "the code did not follow this trace", story=True)
 
 
-def _report(done: Replayed, wrong: int) -> dict[str, Any]:
+def _report(done: Replayed, wrong: int, followed: str) -> dict[str, Any]:
     say(f"{'step':20} {'taken':>10} {'refused':>10} {'no effect':>10}")
     for name in sorted({*done.steps, *done.refused, *done.without_effect}):
         say(f"{name:20} {done.steps[name]:10,} {done.refused[name]:10,} {done.without_effect[name]:10,}")
-    followed = f"{done.traces} traces followed, {wrong} not" if done.traces or wrong else "the whole graph followed"
     refused = done.refused.total() + done.without_effect.total()
     say(f"{followed}; {done.steps.total():,} steps taken, {refused:,} forbidden events refused")
     return {

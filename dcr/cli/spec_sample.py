@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dcr.cli import counterexample
 from dcr.cli.spec import say
 from dcr.modelcheck import apalache, tlc
@@ -16,6 +18,9 @@ from dcr.modelcheck.trace import Trace
 from dcr.modelcheck.trace_set import write_traces
 from dcr.modelcheck.values import Function, State, Value
 from dcr.protocol.errors import RefusedError
+
+_FEW, _MANY = Traces(200, 60, 1), Traces(1000, 60, 1)
+"""What is taken where nobody says how much: to look at, and to keep."""
 
 
 def _sample(options: argparse.Namespace, model: Model, wanted: Traces) -> tlc.TlcResult:
@@ -36,15 +41,15 @@ def _taken(state: State) -> Value:
 def _found(options: argparse.Namespace, model: Model) -> tuple[str, str, Trace | None, int]:
     """(verdict, message, counterexample, behaviours) of a simulation."""
     if options.checker == "tlc":
-        result = _sample(options, model, Traces(options.behaviours, options.depth, options.seed))
+        result = _sample(options, model, _wanted(options, _FEW))
         return result.verdict, result.message, result.trace, len(result.behaviours)
     bounds = model.apalache
     if bounds is None:
         raise ManifestError(f"model {model.name}: the manifest does not say how Apalache checks it (key `apalache`)")
     said = apalache.simulate(
         options.spec / model.module,
-        length=options.depth,
-        max_run=options.behaviours,
+        length=_wanted(options, _FEW).depth,
+        max_run=_wanted(options, _FEW).behaviours,
         cinit=bounds.cinit,
         inv=bounds.inv,
         heap=options.heap,
@@ -91,10 +96,18 @@ def traces(options: argparse.Namespace) -> dict[str, Any]:
     manifest = load_manifest(options.spec)
     if options.model:
         model = manifest.model(options.model)
+        if options.out is None and model.traces is None:
+            raise RefusedError(
+                f"model {model.name}: the manifest keeps no traces of it; name a file with --out, or a model that has "
+                "some"
+            )
         out = options.out or traces_of(options.spec, model.name)
-        return {"ok": True, **_write(options, model, Traces(options.behaviours, options.depth, options.seed), out)}
-    if options.out is not None:
-        raise RefusedError("--out is for one model: name it, or leave --out away to write every file of traces again")
+        return {"ok": True, **_write(options, model, _wanted(options, model.traces or _MANY), out)}
+    if (options.out, options.behaviours, options.depth, options.seed) != (None, None, None, None):
+        raise RefusedError(
+            "--out, --behaviours, --depth and --seed are for one model: name it, or leave them away to take every file "
+            "of traces again as the manifest says"
+        )
     rows = [
         _write(options, model, model.traces, traces_of(options.spec, model.name))
         for model in manifest.models
@@ -102,6 +115,11 @@ def traces(options: argparse.Namespace) -> dict[str, Any]:
     ]
     say(f"{sum(row['traces'] for row in rows)} traces, {sum(row['bytes'] for row in rows):,} bytes in all")
     return {"ok": True, "models": rows}
+
+
+def _wanted(options: argparse.Namespace, usual: Traces) -> Traces:
+    given = (options.behaviours, options.depth, options.seed)
+    return Traces(*(u if g is None else g for g, u in zip(given, msgspec.structs.astuple(usual), strict=True)))
 
 
 def traces_of(spec: Path, model: str) -> Path:

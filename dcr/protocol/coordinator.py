@@ -145,7 +145,8 @@ class Coordinator(Conductor):
         elif reason == "Abandon" and self._given_back:
             why, self._given_back = self._given_back, ""
             effects += self._push_over(
-                self._rolled_back(f"abandoned, because {why}; engines that it tore are restored")
+                self._rolled_back(f"abandoned, because {why}; engines that it tore are restored"),
+                self._turned_back,
             )
         return effects + self._proceed()
 
@@ -182,7 +183,7 @@ class Coordinator(Conductor):
         tr = self._k.open
         if self._resting:
             self._resting = False
-        elif tr is not None and tr.direction is Direction.BACK:
+        elif tr is not None and (self._turning_back or tr.direction is Direction.BACK):
             self._given_back = self._why_waiting()
             self._abandoning = True
         elif self.seats.ready:
@@ -220,7 +221,7 @@ class Coordinator(Conductor):
             name: of the time-out.
             why: what is waited for; empty for a wait so common that nobody wants to hear of it.
         """
-        if self._waiting == (name, self._timer):
+        if self._resting or self._waiting == (name, self._timer):
             return []
         effects = self._start_timer(name)
         self._waiting = (name, self._timer)
@@ -228,6 +229,7 @@ class Coordinator(Conductor):
 
     def _start_timer(self, name: str) -> list[Effect]:
         self._timer += 1
+        self._resting = self._resting and name == "restore_pause"
         return [StartTimer(name, self._timer)]
 
     # ------------------------------------------------------------ what to do next
@@ -248,7 +250,7 @@ class Coordinator(Conductor):
                 return self._next_of_restore(self._s)
             case Phase.FOLDING:
                 if not self._published:
-                    return [*self.publish(), *self._start_timer("fold")]
+                    return [*self.publish(), *(self._start_timer("fold") if self._owing else [])]
                 return [] if self._owing else self._finish()
             case Phase.IDLE:
                 return self._next_of_idle()
@@ -276,7 +278,9 @@ class Coordinator(Conductor):
             return self._end_restore("no engine is left in the restore")
         if s.acknowledged:
             return self.end_restore()
-        return self.order_open_apply() if s.ready and not s.applying else []
+        # Whoever is not ready yet gets the order again when it is: an engine that never answers holds up no other.
+        some = (s.staged if s.stage else s.prepared) & s.members
+        return self.order_open_apply() if some and not s.applying else []
 
     def _next_of_idle(self) -> list[Effect]:
         tr = self._k.open
@@ -367,8 +371,10 @@ class Coordinator(Conductor):
         elif not self._baseline_held:
             why = f"the baseline of version {self._k.version} is not held"
         elif self.seats.missing:
+            self._turning_back = turning
             return self._wait("owners", self._why_waiting())
         elif len(self.fleet.present()) < self.members_min:
+            self._turning_back = turning
             return self._wait("members", self._why_waiting())
         elif not self._enough(Kind.ABSOLUTE) and not (self.fleet.forgive() and self._enough(Kind.ABSOLUTE)):
             why = self._why_waiting()

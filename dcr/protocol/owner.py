@@ -232,6 +232,8 @@ class Owner:
         Whoever leads may not have heard of it and order another attempt with the same candidate: that fails by name.
         """
         self._given_up = self._candidate
+        if self._kept is not None and self._kept.base.kind is not Kind.RESTORE:
+            self._kept = None  # the leader hears that this push is no more; what comes next is another candidate
         order = self._emitting
         if order is None or order.base.kind is Kind.RESTORE:
             return []

@@ -123,3 +123,44 @@ def test_a_graph_that_cannot_be_replayed_is_refused(dcr, model, why):
 
 def test_every_model_with_traces_has_the_variables_of_a_replay():
     assert {m.module for m in MANIFEST.models if m.traces is not None} == {"RefitTraces.tla"}
+
+
+def test_a_trace_of_another_module_is_refused(dcr, tmp_path):
+    (trace,) = _some(1)
+    other = Trace(tuple(Step({k: v for k, v in s.state.items() if k != "setting"}) for s in trace.steps))
+    path = _kept(tmp_path, [other])
+    status, _, said = dcr(path)
+    assert status == 3
+    assert f"{path}, trace 0: no trace of RefitTraces.tla: it has no variable setting" in said
+
+
+def test_a_step_that_there_is_not_is_refused(dcr, tmp_path):
+    (trace,) = _some(1)
+    step = trace.steps[1].state["step"]
+    path = _kept(tmp_path, [_tampered(trace, 1, lambda s: s | {"step": Function({**step, "name": "Foo"})})])
+    status, _, said = dcr(path)
+    assert status in (1, 3)
+    assert "no such step of a" in said
+
+
+def test_a_file_without_traces_is_refused(dcr, tmp_path):
+    path = _kept(tmp_path, [])
+    status, _, said = dcr(path)
+    assert status == 3
+    assert "holds no traces" in said
+
+
+def test_a_counterexample_that_cannot_be_saved_is_told_all_the_same(dcr, tmp_path):
+    (tmp_path / "saved").write_text("a file where the folder should be")
+    (trace,) = _some(1)
+    path = _kept(tmp_path, [_tampered(trace, 0, lambda state: state | {"told": frozenset({7})})])
+    status, report, said = dcr(path)
+    assert (status, report["wrong"]) == (1, 1)
+    assert "not saved" in said
+
+
+def test_how_much_to_take_is_said_of_one_model_only(capsys):
+    assert main(["spec", "traces", "--spec", str(SPEC), "--behaviours", "5"]) == 3
+    assert "are for one model" in capsys.readouterr().err
+    assert main(["spec", "traces", "plain", "--spec", str(SPEC)]) == 3
+    assert "keeps no traces of it" in capsys.readouterr().err

@@ -40,7 +40,10 @@ class Event(msgspec.Struct, frozen=True):
     def of(cls, step: Value) -> "Event":
         """From the specification's record."""
         fields: Any = step
-        return cls(**fields)
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise RefusedError(f"no step of RefitTraces.tla: {error}") from None
 
 
 class Player:
@@ -136,9 +139,11 @@ class Player:
                 return c.fail_attempt(event.kind)
             case "EndRestore":
                 return c.end_restore(event.kind)
-            case _:
+            case _ if name in _LEADS:
                 act: Callable[[], list[Effect]] = getattr(c, _LEADS[name])
                 return act()
+            case _:
+                raise RefusedError(f"no such step of a coordinator: {name}")
 
     # ------------------------------------------------------------ owners
 
@@ -159,7 +164,7 @@ class Player:
             case "EndFold" | "LoseBaseline":
                 self._end_fold(o, lost=event.name == "LoseBaseline")
             case _:
-                raise AssertionError(f"no such step of an owner: {event.name}")
+                raise RefusedError(f"no such step of an owner: {event.name}")
 
     def _emit_order(self, event: Event) -> Emit:
         return self.world.said.orders[event.epoch].emits[event.owner]
@@ -201,8 +206,10 @@ class Player:
                 w.node_does(e, node.learned(w.record, w.learn(e)))
             case "OpenApply":
                 w.node_does(e, node.order(OpenApply(RECORD, event.epoch)))
-            case _:
+            case _ if event.rank:
                 self._rank((e, event.rank), event)
+            case _:
+                raise RefusedError(f"no such step of an engine: {event.name}")
 
     def _close_gate(self, e: str) -> None:
         """K is read; first an order to prepare for its epoch is heard, if there is one that closes gates."""
@@ -234,7 +241,7 @@ class Player:
             case "Acknowledge":
                 self._acknowledge(rank)
             case _:
-                raise AssertionError(f"no such step: {event.name}")
+                raise RefusedError(f"no such step: {event.name!r}")
 
     def _fence(self, rank: Rank, epoch: int) -> None:
         """The order reaches the node, which reads K and hands it on, and this rank takes it with K as it is now."""

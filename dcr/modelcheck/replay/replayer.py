@@ -60,7 +60,11 @@ def replay(trace: Trace, *, forbidden: bool = True) -> Replayed:
 
     Raises:
         DivergenceError: a role refused a step, came to another state, or did what is forbidden.
+        RefusedError: it is a trace of another module, or has a step of no known name.
     """
+    missing = {"step", "could", "setting"} - set(trace.steps[0].state)
+    if missing:
+        raise RefusedError(f"no trace of RefitTraces.tla: it has no variable {', '.join(sorted(missing))}")
     world = World(trace.steps[0].state)
     player, view = Player(world), Abstraction(world)
     trials, done = Trials(player, view), Replayed(traces=1)

@@ -51,6 +51,10 @@ class Reports:
         self._owners()
         self._engines(stale=stale)
         self._attempt_messages()
+        for e in c.fleet.engines.values():
+            # The specification admits an engine that a restore has fenced in vain; the code restores it once more, for
+            # its gate would stay closed until K's epoch moves.
+            e.engaged = 0
 
     def _new(self, message: Hashable) -> bool:
         if message in self._messages:

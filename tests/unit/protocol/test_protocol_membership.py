@@ -135,3 +135,42 @@ def test_engines_that_nobody_needs_are_forgotten_in_the_order_in_which_they_went
     at.joins("z", refused=refused)
     assert len(known) == ENGINES_MAX + 1  # every other one is connected, but for a member of K
     assert {"member", "x", "y", "z"} <= set(known)
+
+
+LOADED_NOTHING = StorageState(None, "", ("unknown",))
+TORN_BY_A_RESTORE = StorageState(None, "", ("restore", "unknown"))
+
+
+def test_the_pause_after_a_failed_restore_is_a_pause() -> None:
+    at = leading("a")
+    at.joins("b", LOADED_NOTHING)
+    at.fails("b", TORN_BY_A_RESTORE)
+    restores = at.reasons.count("OpenRestore")
+    at.do(at.c.expired(at.timer))
+    assert at.reasons.count("OpenRestore") == restores + 1
+
+
+def test_a_push_that_waits_for_engines_does_not_prolong_that_pause() -> None:
+    at = leading("a", members_min=2)
+    at.joins("b", LOADED_NOTHING)
+    at.fails("b", TORN_BY_A_RESTORE)
+    at.push()
+    restores = at.reasons.count("OpenRestore")
+    at.do(at.c.expired(at.timer))
+    assert at.reasons.count("OpenRestore") == restores + 1
+
+
+def test_an_engine_that_never_answers_holds_up_no_other_restore() -> None:
+    at = leading()
+    at.hold_writes = True
+    at.joins("a", LOADED_NOTHING)
+    at.joins("mute", LOADED_NOTHING)
+    at.write()  # of a alone: mute came meanwhile
+    at.hold_writes = False
+    at.prepared("a", LOADED_NOTHING)
+    at.fails("a", TORN_BY_A_RESTORE)
+    at.do(at.c.expired(at.timer))
+    assert {m.engine for m in at.c.session.members} == {"a", "mute"}
+    at.take()
+    at.prepared("a", TORN_BY_A_RESTORE)
+    assert OpenApply("policy", at.epoch) in at.take()

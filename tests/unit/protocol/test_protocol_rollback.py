@@ -125,3 +125,42 @@ def test_there_is_nothing_to_turn_back_between_transitions() -> None:
     at.folded()
     (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
     assert outcome.error == ""
+
+
+def test_a_rollback_that_has_to_wait_for_engines_is_not_forgotten() -> None:
+    at = attempting("a")
+    at.prepared("a")
+    at.do(at.c.member_lost("a", 1))
+    at.do(at.c.roll_back())
+    at.joins("a")
+    assert at.record.open.direction is Direction.BACK
+
+
+def test_a_rollback_that_has_to_wait_for_an_owner_is_not_forgotten() -> None:
+    at = attempting("a")
+    at.prepared("a")
+    at.do(at.c.owner_lost("o", 1))
+    at.do(at.c.roll_back())
+    at.owner_joins()
+    at.push()
+    assert at.record.open.direction is Direction.BACK
+
+
+def test_a_rollback_that_waits_in_vain_ends_as_an_abandon() -> None:
+    at = attempting("a")
+    at.prepared("a")
+    at.do(at.c.member_lost("a", 1))
+    at.do(at.c.roll_back())
+    at.do(at.c.expired(at.timer))
+    assert at.reasons[-1] == "Abandon"
+    assert "was rolled back to version 0 on the operator's order: abandoned" in at.take()[-1].error
+
+
+def test_a_push_that_comes_after_a_rollback_hears_nothing_of_its_abandon() -> None:
+    at = stopped(D1)
+    at.do(at.c.roll_back())
+    at.take()
+    at.push(2)  # other weights
+    at.do(at.c.member_lost("a", 1))
+    assert at.reasons[-1] == "Abandon"
+    assert not [o for o in at.take() if isinstance(o, Outcome)]
