@@ -45,7 +45,8 @@ def replay(options: argparse.Namespace) -> dict[str, Any]:
                 raise RefusedError(f"{file}, trace {number}: {error}") from None
             except DivergenceError as error:
                 wrong += 1
-                _diverged(options, f"{file.name.partition('.')[0]}-{number}", trace, error, tell=wrong <= _TOLD_MAX)
+                if wrong <= _TOLD_MAX:
+                    _tell(options, f"{file.name.partition('.')[0]}-{number}", trace, error)
         if done.traces + wrong == tried:
             raise RefusedError(f"{file}: holds no traces; `dcr spec traces` makes them anew")
         say(f"{done.traces - before:6} traces followed: {file}")
@@ -81,9 +82,7 @@ def _graph(options: argparse.Namespace) -> dict[str, Any]:
     return _report(done, 0, "the whole graph followed")
 
 
-def _diverged(options: argparse.Namespace, name: str, trace: Trace, error: DivergenceError, *, tell: bool) -> None:
-    if not tell:
-        return
+def _tell(options: argparse.Namespace, name: str, trace: Trace, error: DivergenceError) -> None:
     say(f"WRONG  {name}: {error}")
     story = Trace(trace.steps[: error.step + 1])
     path = Path(options.save) / f"{name}.itf.json"

@@ -72,8 +72,12 @@ class Trials:
         try:
             harmless = self._lead(event) if event.coordinator else self._serve(event)
         except RefusedError as e:
-            self.refused[event.name] += 1
-            self.refusals[_raised_at(e)] += 1
+            where = _raised_at(e)
+            if where[0] == "player.py":  # the role gave nothing to go on with, and refused nothing
+                self.without_effect[event.name] += 1
+            else:
+                self.refused[event.name] += 1
+                self.refusals[where] += 1
         else:
             self.without_effect[event.name] += 1
             if not harmless:

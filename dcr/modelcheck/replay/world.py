@@ -156,7 +156,6 @@ class World:
         self.push_over = True
         self.pushes = 0
         self.tokens: dict[str, int] = {"": 0}
-        self.trail: list[Step] = []
         self.coordinators = {c: self._coordinator(c) for c in sorted(s["coord"])}
         self.owner: dict[str, Owner] = {}
         for o in self.owners:
@@ -176,7 +175,6 @@ class World:
             states = self.learn(e)
             self.node[e].learned(self.record, states)
             self.node[e].gate_ready(0)
-        self.trail.clear()
 
     # ------------------------------------------------------------ parties
 
@@ -294,7 +292,6 @@ class World:
             effect = queue.pop(0)
             match effect:
                 case Step():
-                    self.trail.append(effect)
                     self._after_step(by, effect.action)
                 case ce.WriteRecord():
                     if effect.record.open is not None:
@@ -336,8 +333,6 @@ class World:
         incarnation = self.owner[owner].incarnation
         for effect in effects:
             match effect:
-                case Step():
-                    self.trail.append(effect)
                 case owner_role.StartEmission(order):
                     self.emission[owner] = order
                     self.said.payloads += self._payloads(owner, order)
@@ -418,8 +413,6 @@ class World:
         """Carry out a node's effects, but for what the trace says when to do."""
         for effect in effects:
             match effect:
-                case Step():
-                    self.trail.append(effect)
                 case node_role.CloseGate(epoch):
                     self.gate_epoch[engine] = epoch
                 case node_role.ToRank(rank, order):
@@ -444,8 +437,6 @@ class World:
         node = self.node[engine]
         for effect in effects:
             match effect:
-                case Step():
-                    self.trail.append(effect)
                 case receiver_role.BeginWrite(identity):
                     self._begin_write(rank, identity)
                 case receiver_role.Synchronise(epoch):
