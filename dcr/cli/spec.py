@@ -13,6 +13,7 @@ The protocol is written in TLA+ in spec/tla; manifest.json there lists its model
 explore) with what checking each must give, and one-line bugs that they must notice.  A change of the protocol starts
 there:
 
+  dcr spec models                   what there is to check
   dcr spec check                    the quick models, every reachable state of each
   dcr spec check --set full         all models
   dcr spec check MODEL --coverage   one model, and which actions it never takes
@@ -75,6 +76,13 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     inner = spec.add_subparsers(dest="spec_command", required=True, metavar="COMMAND")
+    _command(
+        inner,
+        "models",
+        _models,
+        "list the models",
+        "List the models of the manifest: the set, what checking each must give, its distinct states, and what it has.",
+    )
     check = _command(
         inner,
         "check",
@@ -141,8 +149,14 @@ def add(commands: Any) -> None:
     _exploring(mutants)
 
 
-def _check(options: argparse.Namespace) -> dict[str, Any]:
+def _models(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.cli import spec_check  # noqa: PLC0415 -- `dcr --help` must not load parsers and checkers
+
+    return spec_check.models(options)
+
+
+def _check(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_check  # noqa: PLC0415 -- as above
 
     return spec_check.check(options)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from dcr.cli import counterexample
 from dcr.cli.spec import say
-from dcr.modelcheck.manifest import Manifest, ManifestError, Model, load_manifest
+from dcr.modelcheck.manifest import Manifest, ManifestError, Model, load_manifest, unknown
 from dcr.modelcheck.model_run import ModelRun, check_sources, run_apalache, run_tlc
 from dcr.modelcheck.mutants import run_mutant
 
@@ -57,6 +57,24 @@ def _told(run: ModelRun, model: Model, options: argparse.Namespace) -> dict[str,
     return {**row, "length": length, "itf": itf}
 
 
+def models(options: argparse.Namespace) -> dict[str, Any]:
+    """List what there is to check: each model's set, what is expected of it, how large it is and what it has.
+
+    Raises:
+        DcrError: The manifest is refused.
+    """
+    manifest = load_manifest(options.spec)
+    for model in manifest.models:
+        states = "" if model.distinct_states is None else f"{model.distinct_states:,} states"
+        say(f"{model.name:28} {model.set:10} {model.expect:32} {states:>18}  {', '.join(model.features)}")
+    say(f"{len(manifest.models)} models, {len(manifest.mutants)} mutants")
+    return {
+        "ok": True,
+        "models": [msgspec.to_builtins(model) for model in manifest.models],
+        "mutants": [msgspec.to_builtins(mutant) for mutant in manifest.mutants],
+    }
+
+
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Check the sources, then each chosen model.
 
@@ -93,8 +111,8 @@ def mutants(options: argparse.Namespace) -> dict[str, Any]:
     """
     manifest = load_manifest(options.spec)
     known = {mutant.name: mutant for mutant in manifest.mutants}
-    if unknown := [name for name in options.mutants if name not in known]:
-        raise ManifestError(f"no mutant {', '.join(unknown)} in the manifest; there are: {', '.join(known)}")
+    if strange := next((name for name in options.mutants if name not in known), None):
+        raise ManifestError(unknown("mutant", strange, list(known)))
     chosen = [known[name] for name in options.mutants] or list(manifest.mutants)
     if not chosen:
         raise ManifestError(f"{options.spec}: the manifest has no mutants; nothing to run")

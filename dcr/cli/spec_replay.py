@@ -77,7 +77,7 @@ def _graph(options: argparse.Namespace) -> dict[str, Any]:
     try:
         done = replay_graph(graph)
     except DivergenceError as error:
-        say(f"WRONG  {error}")
+        _tell(options, f"{model.name}-graph", error.way or Trace(()), error)
         return _report(Replayed(), 1, "the graph was not followed")
     return _report(done, 0, "the whole graph followed")
 
@@ -86,7 +86,7 @@ def _tell(options: argparse.Namespace, name: str, trace: Trace, error: Divergenc
     say(f"WRONG  {name}: {error}")
     story = Trace(trace.steps[: error.step + 1])
     path = Path(options.save) / f"{name}.itf.json"
-    counterexample.keep(story, options.spec / _MODULE, path, "the code did not follow this trace", story=True)
+    counterexample.keep(story, options.spec / _MODULE, path, "what the code did not follow", story=True)
 
 
 def _report(done: Replayed, wrong: int, followed: str) -> dict[str, Any]:

@@ -46,6 +46,8 @@ different keywords in a .cfg, so Apalache is given none.
 """
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
@@ -58,6 +60,14 @@ MANIFEST_BYTES_MAX = 1 << 20
 
 class ManifestError(RefusedError):
     """A manifest that cannot be read, contradicts itself, or names a file that is not there."""
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    """Text about a name that the manifest does not have: those that look like it, or else all that there are."""
+    close = get_close_matches(name, known, n=3)
+    return f"no {what} {name!r} in the manifest; " + (
+        f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(known)}"
+    )
 
 
 class ApalacheRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +128,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for model in self.models:
             if model.name == name:
                 return model
-        raise ManifestError(f"no model {name!r} in the manifest; there are: {', '.join(m.name for m in self.models)}")
+        raise ManifestError(unknown("model", name, [m.name for m in self.models]))
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

@@ -9,6 +9,9 @@ from dcr.modelcheck.values import Function, State, Value, show_argument, show_va
 STEP = "step"
 """The variable in which a specification writes down the step it takes: a record with the field `name`."""
 
+_UNTOLD = frozenset({STEP, "could", "setting"})
+"""What a specification keeps for whoever replays it is no part of the story (``RefitTraces.tla``)."""
+
 _NOTHING: tuple[Value, ...] = ("", 0, False, frozenset(), ())
 
 
@@ -65,13 +68,13 @@ def tell(trace: Trace, types: Mapping[str, Type]) -> str:
         types: The variables' types where they are known: they tell nodes' ids from records' fields.  May be empty.
     """
     first = trace.steps[0].state
-    lines = ["  1  at first", *(f"       {name} = {show_value(first[name])}" for name in sorted(first) if name != STEP)]
+    shown = sorted(first.keys() - _UNTOLD)
+    lines = ["  1  at first", *(f"       {name} = {show_value(first[name])}" for name in shown)]
     for number, (before, step) in enumerate(zip(trace.steps, trace.steps[1:], strict=False), 2):
         lines.append(f"{number:3}  {_title(step, _who(before.state, step.state, types))}")
         changed = [
             change
-            for name in sorted(step.state)
-            if name != STEP
+            for name in sorted(step.state.keys() - _UNTOLD)
             for change in changes(name, before.state[name], step.state[name])
         ]
         lines += [f"       {change}" for change in changed or ["nothing changes"]]

@@ -64,8 +64,6 @@ class Conductor(Registrar):
         self.members_min = members_min
         self.gate_mode = gate_mode
         self.candidate = ""
-        self._pushes: dict[str, tuple[int, int]] = {}  # (incarnation, push) that offered the candidate, by owner
-        self._pushes_over: dict[str, tuple[int, int]] = {}  # of the candidate that was committed or turned back last
 
     # ------------------------------------------------------------ attempts
 
@@ -85,10 +83,8 @@ class Conductor(Registrar):
         tr = self._k.open
         attempts = 0 if tr is None else tr.attempts
         if tr is None:
-            self._must("OpenAttempt", self._candidate_offered, "not every owner has offered a candidate")
-            self._must(
-                "OpenAttempt", not self.offer_committed, "what the owners offer was committed by an older leader"
-            )
+            self._must("OpenAttempt", self.seats.ready, "not every owner has offered a candidate")
+            self._must("OpenAttempt", not self.unaware, "an owner still waits with the push that ended last")
         self._must("OpenAttempt", kind is not Kind.RESTORE, "a restore is no attempt")
         self._must("OpenAttempt", kind is not Kind.RELATIVE or not attempts, "only the first attempt may be relative")
         absolute_first = kind is Kind.ABSOLUTE and not attempts and not first_absolute
@@ -132,6 +128,7 @@ class Conductor(Registrar):
                 operations=operations,
                 content_digest="" if tr is None else tr.content_digest or self._content_found,
                 direction=direction,
+                pushes=self.seats.pushes if tr is None or self.seats.ready else tr.pushes,
             ),
             tuple(e.member for e in engines),
         )
@@ -282,8 +279,6 @@ class Conductor(Registrar):
             case "OpenAttempt" | "OpenRestore":
                 self.phase = Phase.ATTEMPT if reason == "OpenAttempt" else Phase.RESTORING
                 self.session, self._opening = self._opening, None
-                if reason == "OpenAttempt" and not self._s.back:
-                    self._pushes = {o.owner: (o.incarnation, self._s.pushes[o.owner]) for o in self._s.owners}
                 return self._orders()
             case "Commit":
                 return self._after_commit()
@@ -299,7 +294,6 @@ class Conductor(Registrar):
         s, k = self._s, self._k
         for e in filter(None, map(self.fleet.of, s.members)):
             e.state = StorageState(k.version, k.baseline_id, ())
-        self._pushes_over = self._pushes
         self._published, self._folds, self._overdue = False, {}, set()
         self.phase = Phase.IDLE if s.back else Phase.FOLDING
         return self._tell_engines() if s.back else []
@@ -334,17 +328,10 @@ class Conductor(Registrar):
         return f"v{version}-{self.seats.candidate}"
 
     @property
-    def offer_committed(self) -> bool:
-        """True if what the owners still offer is what was committed last: who committed it did not say so (D16)."""
+    def unaware(self) -> set[str]:
+        """Owners that wait with the push that was committed or turned back last: nobody has told them yet (D16)."""
         c = self._k.committed
-        return c is not None and c.direction is Direction.FORWARD and c.candidate == self._named(c.version)
-
-    @property
-    def _candidate_offered(self) -> bool:
-        """True if every owner waits with a push, and not with the one whose candidate was committed or turned back."""
-        return all(
-            seat.ready and self._pushes_over.get(name) != (seat.incarnation, seat.ready) for name, seat in self.seats
-        )
+        return set() if c is None else self.seats.waiting(c.owners, c.pushes)
 
     @property
     def _content_found(self) -> str:
@@ -368,6 +355,5 @@ class Conductor(Registrar):
             owners=self.seats.refs,
             operation=operation,
             set_only=tuple(sorted({name for e in engines for name in e.join.set_only})),
-            pushes=self.seats.pushes,
-            stage=self.gate_mode == "async",
+            stage=self.gate_mode == "async" and tr is not None,
         )

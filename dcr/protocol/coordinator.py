@@ -14,6 +14,8 @@ from dcr.protocol.seats import Seat
 from dcr.protocol.session import Session, why_stopped
 from dcr.protocol.step import Step
 
+_NOT_TOLD = "an older attempt: the coordinator that stopped it is gone, and with it the reason"
+
 MESSAGES_MAX = 64
 """Most failures, and most warnings, that an outcome tells of."""
 
@@ -109,9 +111,8 @@ class Coordinator(Conductor):
             return [self._tell(report.owner, self._outcome)]  # it may have been lost with a connection
         return super()._offered(seat, report)
 
-    def _withdrawn(self, owner: str, push: int) -> None:
+    def _candidate_gone(self) -> None:
         self._abandoning = True
-        super()._withdrawn(owner, push)
 
     # ------------------------------------------------------------ the operator
 
@@ -127,7 +128,7 @@ class Coordinator(Conductor):
         restores them.  Either way the push that waits ends with an error that says so.
         """
         self._turning_back = True
-        self._turned_back = {name: (seat.incarnation, seat.ready) for name, seat in self.seats}
+        self._turned_back = self.seats.took_part(self.seats.names)
         return self._proceed()
 
     def dense_next(self) -> None:
@@ -287,8 +288,10 @@ class Coordinator(Conductor):
         abandoning, self._abandoning = self._abandoning, False
         turning_back, self._turning_back = self._turning_back, False
         stopping, self._stopping = self._stopping, False
+        if tr is None and self.unaware:
+            return self._tell_late()
         if tr is None and self.seats.ready:
-            return self._tell_of_commit() if self.offer_committed else self._open_attempt_or_wait(None)
+            return self._open_attempt_or_wait(None)
         if tr is None:
             return self._take_in() or self._wait_for_ranks()
         back = turning_back or tr.direction is Direction.BACK
@@ -299,6 +302,8 @@ class Coordinator(Conductor):
             return self._go_back(tr, stopping=stopping)
         if stopping:
             return self.stop()
+        if tr.stopped and (waiting := self.seats.waiting(tr.owners, tr.pushes)):
+            return self._push_over(why_stopped([_NOT_TOLD]), self.seats.took_part(waiting))
         if self.seats.ready:
             return self._open_attempt_or_wait(tr)
         if not tr.stopped:
@@ -325,8 +330,7 @@ class Coordinator(Conductor):
     def _open_attempt_or_wait(self, tr: OpenTransition | None) -> list[Effect]:
         counted = 0 if tr is None else tr.attempts
         if self._budget_from is None:
-            if tr is not None and tr.stopped and not tr.content_digest:
-                # Nothing can tell whether these are still the weights that tore the members: start anew (DESIGN D10).
+            if tr is not None and not self._goes_on(tr):
                 return self._abandon()
             self._budget_from = counted
             self._failures, self._warnings = [], []
@@ -343,6 +347,15 @@ class Coordinator(Conductor):
             # Too few engines: restore some first, if there are any to restore, or wait for one to come.
             return (self._take_in() if tr is None else []) or self._wait("members", self._why_waiting())
         return self.open_attempt(kind, leave_out=self.fleet.at_fault)
+
+    def _goes_on(self, tr: OpenTransition) -> bool:
+        """Whether those who wait offer the candidate of the open transition, as far as anything can tell (D10, D16).
+
+        They do if they wait with the very pushes that it was opened with.  Others may bring the same weights after a
+        stop, if an attempt has found their content, which the next one is then held to.
+        """
+        same = self.seats.waiting(tr.owners, tr.pushes) == self.seats.names
+        return same or (tr.stopped and tr.content_digest != "")
 
     def _choose_kind(self, attempts: int) -> Kind | None:
         """The cheapest kind that enough engines admit (DESIGN D4); None if there are not enough engines."""
@@ -417,18 +430,22 @@ class Coordinator(Conductor):
             if reason:
                 self._warnings.append(f"{o.owner} lost its baseline, so the next push sends every element: {reason}")
         # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
-        took_part = {o.owner: (o.incarnation, s.pushes[o.owner]) for o in s.owners}
+        took_part = {o.owner: (o.incarnation, push) for o, push in zip(c.owners, c.pushes, strict=True)}
         return effects + self._push_over("", took_part, s.summary(self._budget_from or 0))
 
-    def _tell_of_commit(self) -> list[Effect]:
-        """Whoever waits is told that an older leader, which did not live to say so, has committed it (DESIGN D16)."""
+    def _tell_late(self) -> list[Effect]:
+        """Whoever waits hears how its push ended, from another leader than the one that ended it (DESIGN D16)."""
         c = self._k.committed
         assert c is not None
-        self._failures = []
+        took_part = self.seats.took_part(self.unaware)
+        self._failures, self._warnings = [], []
+        self.candidate = c.candidate
+        if c.direction is Direction.BACK:
+            return self._push_over(self._rolled_back("by a coordinator that is gone"), took_part)
         self._warnings = ["a coordinator that is gone committed it: how many attempts and bytes it took is not known"]
         nothing = dict.fromkeys(("attempts", "changed_entries", "elements", "payloads", "payload_bytes"), 0)
         members = sorted(m.engine for m in c.members)
-        return self._push_over("", None, {"kind": "unknown", "members": members, **nothing})
+        return self._push_over("", took_part, {"kind": "unknown", "members": members, **nothing})
 
     def _push_over(
         self,

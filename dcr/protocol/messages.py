@@ -10,7 +10,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base
 from dcr.protocol.record import OwnerRef
 
-CONTROL_VERSION = 0
+CONTROL_VERSION = 1
 """Version of the messages on this page; stated by every peer when it reports for the first time."""
 
 
@@ -244,6 +244,8 @@ class EmitFailed(_Message, frozen=True):
     reason: str
     fatal: bool
     """True if another attempt with these weights cannot succeed either."""
+    given_up: int = 0
+    """The push of this candidate, if it was given up on this rank: as ``Withdraw`` says, which may be lost (D10)."""
 
 
 class Folded(_Message, frozen=True):

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.identity import Kind
 from dcr.protocol.messages import OpenApply, Prepare, Published, Refuse, StorageState, cut
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
 from dcr.protocol.record import CommitRecord, Member
@@ -279,7 +278,7 @@ class Node:
         return []
 
     def _carry_out(self, order: Prepare, record: CommitRecord) -> list[Effect]:
-        if self.gate != "closed" and not _behind_open_gate(order):
+        if self.gate != "closed" and not order.stage:
             if self.gate == "closing":
                 return []
             if order.epoch <= self.fence:
@@ -461,8 +460,3 @@ def engine_state(states: Iterable[StorageState]) -> StorageState:
         digests.pop() if len(digests) == 1 else "",
         tuple(sorted(torn)),
     )
-
-
-def _behind_open_gate(order: Prepare) -> bool:
-    """Whether ranks may prepare while requests are served: they stage, and storage stays as it is (DESIGN D18)."""
-    return order.stage and order.base.kind is not Kind.RESTORE

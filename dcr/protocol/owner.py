@@ -53,6 +53,7 @@ class ReportEmitFailed:
     epoch: int
     reason: str
     fatal: bool
+    given_up: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Owner:
         self._kept: Emit | None = None  # waits for the fold that is under way or owed
         self._sealed: dict[int, Manifest] = {}  # by epoch, of the last candidate that was sealed
         self._candidate = ""  # token of the candidate that was emitted last
-        self._given_up = ""  # token of the candidate whose push was given up here last
+        self._given_up = ("", 0)  # candidate and number of the push that was given up here last
         self._fold_epoch = 0  # ordered, K not yet read
         self._fold_content = ""  # what the baseline must amount to after the fold under way
         self._last_fold: ReportFolded | None = None
@@ -180,7 +181,8 @@ class Owner:
         self.fence = order.epoch
         cannot = self._why_not(base)
         if cannot:
-            return [*effects, *self._emit_failed(order.epoch, cannot, fatal=self._was_given_up(base))]
+            push = self._given_up[1] if self._was_given_up(base) else 0
+            return [*effects, *self._emit_failed(order.epoch, cannot, fatal=push > 0, given_up=push)]
         if base.kind is not Kind.DENSE:
             self.base = base.version
         self._candidate = base.candidate or self._candidate
@@ -219,25 +221,35 @@ class Owner:
             self._sealed[manifest.epoch] = manifest
         return [Step(self.name, "Seal", manifest.epoch), ReportSealed(manifest)]
 
-    def emission_failed(self, epoch: int, reason: str, *, fatal: bool = False) -> list[Effect]:
-        """EmitFailed: this epoch cannot be sealed."""
+    def emission_failed(self, epoch: int, reason: str, *, fatal: bool = False, given_up: int = 0) -> list[Effect]:
+        """EmitFailed: this epoch cannot be sealed.
+
+        Args:
+            epoch: the one of ``StartEmission``.
+            reason: why, for people.
+            fatal: another attempt with these weights cannot succeed either.
+            given_up: the push that was given up on this rank, if that is why.
+        """
         if self._emitting is None or epoch != self._emitting.epoch:
             return []
         self._emitting = None
-        return self._emit_failed(epoch, cut(reason), fatal=fatal)
+        return self._emit_failed(epoch, cut(reason), fatal=fatal, given_up=given_up)
 
-    def give_up(self) -> list[Effect]:
-        """The push was given up on this rank: its weights may be others now (DESIGN D10).
+    def give_up(self, push: int) -> list[Effect]:
+        """This push was given up on this rank: its weights may be others now (DESIGN D10).
 
         Whoever leads may not have heard of it and order another attempt with the same candidate: that fails by name.
         """
-        self._given_up = self._candidate
+        self._given_up = (self._candidate, push)
         if self._kept is not None and self._kept.base.kind is not Kind.RESTORE:
             self._kept = None  # the leader hears that this push is no more; what comes next is another candidate
         order = self._emitting
         if order is None or order.base.kind is Kind.RESTORE:
             return []
-        return [CancelEmission(order.epoch), *self.emission_failed(order.epoch, self._why_not(order.base), fatal=True)]
+        return [
+            CancelEmission(order.epoch),
+            *self.emission_failed(order.epoch, self._why_not(order.base), fatal=True, given_up=push),
+        ]
 
     # ------------------------------------------------------------ the fold
 
@@ -303,7 +315,7 @@ class Owner:
         return base.kind is not Kind.DENSE and behind and sealed
 
     def _was_given_up(self, base: Base) -> bool:
-        return base.candidate != "" and base.candidate == self._given_up
+        return base.candidate != "" and base.candidate == self._given_up[0]
 
     def _why_not(self, base: Base) -> str:
         """Why nothing can be emitted against this base; empty if it can."""
@@ -321,8 +333,8 @@ class Owner:
         order, self._kept = self._kept, None
         return [] if order is None else [Again(order)]
 
-    def _emit_failed(self, epoch: int, reason: str, *, fatal: bool) -> list[Effect]:
-        return [Step(self.name, "EmitFailed", epoch, reason), ReportEmitFailed(epoch, reason, fatal)]
+    def _emit_failed(self, epoch: int, reason: str, *, fatal: bool, given_up: int = 0) -> list[Effect]:
+        return [Step(self.name, "EmitFailed", epoch, reason), ReportEmitFailed(epoch, reason, fatal, given_up)]
 
     def _check_record(self, record_id: str) -> None:
         if record_id != self.record_id:

@@ -15,6 +15,11 @@ from dcr.protocol.identity import Kind
 RECORD_BYTES_MAX = 65536
 
 
+def _check_pushes(owners: tuple["OwnerRef", ...], pushes: tuple[int, ...]) -> None:
+    if len(pushes) != len(owners):
+        raise ValueError(f"{len(pushes)} pushes of {len(owners)} owners")
+
+
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, order=True):
     """An engine, as the incarnation that holds its storage."""
 
@@ -55,6 +60,11 @@ class OpenTransition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stopped: bool = False
     """No attempt is under way and none follows by itself (DESIGN D14)."""
     direction: Direction = Direction.FORWARD
+    pushes: tuple[int, ...] = ()
+    """Which push of each owner offers the candidate, in the order of ``owners``, as the last attempt was opened."""
+
+    def __post_init__(self) -> None:
+        _check_pushes(self.owners, self.pushes)
 
 
 class Committed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +79,11 @@ class Committed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     owners: tuple[OwnerRef, ...] = ()
     """Whose seals were committed: an owner folds its own seal only (DESIGN D13)."""
     direction: Direction = Direction.FORWARD
+    pushes: tuple[int, ...] = ()
+    """Which push of each owner ended so, in the order of ``owners``: whoever still waits with it is told (D16)."""
+
+    def __post_init__(self) -> None:
+        _check_pushes(self.owners, self.pushes)
 
 
 class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,6 +139,7 @@ class CommitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             operation_id=operation_id,
             owners=self.open.owners,
             direction=self.open.direction,
+            pushes=self.open.pushes,
         )
         return msgspec.structs.replace(
             self, version=version, baseline_id=content_digest, open=None, committed=committed

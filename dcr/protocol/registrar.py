@@ -88,14 +88,15 @@ class Registrar(Leader):
                 return self._offered(seat, report)
             case Withdraw():
                 if seat.ready == report.push:
-                    seat.ready = 0
-                    self._withdrawn(report.owner, report.push)
+                    self._withdrawn(seat, report.owner, report.push)
             case Sealed():
                 self._sealed(report)
             case EmitFailed():
                 s = self._session_of(report.epoch)
                 if s is not None and OwnerRef(report.owner, report.incarnation) in s.owners:
                     s.break_off(report.reason, fatal=report.fatal)
+                    if report.given_up:
+                        self._withdrawn(seat, report.owner, report.given_up)
             case Folded():
                 self._folded(seat, report)
         return []
@@ -128,16 +129,22 @@ class Registrar(Leader):
         return []
 
     def _offered(self, seat: Seat, report: CandidateReady) -> list[Effect]:
-        given_up, seat.ready = seat.ready, report.push
-        if given_up not in (0, report.push):
-            self._withdrawn(report.owner, given_up)
+        if seat.ready not in (0, report.push):
+            self._withdrawn(seat, report.owner, seat.ready)
+        seat.ready = report.push
         return []
 
-    def _withdrawn(self, owner: str, push: int) -> None:
+    def _withdrawn(self, seat: Seat, owner: str, push: int) -> None:
         """A push was given up on a rank: the weights there may be others by now (DESIGN D10)."""
+        if seat.ready == push:
+            seat.ready = 0
         s = self._current
         if s is not None and not s.restore:
             s.break_off(f"{owner} gave push {push} up")
+        self._candidate_gone()
+
+    def _candidate_gone(self) -> None:
+        """The weights that an owner had pinned for the open transition are no more; for the coordinator to act on."""
 
     def _sealed(self, report: Sealed) -> None:
         s = self._session_of(report.epoch)

@@ -73,9 +73,22 @@ class Seats:
         return all(seat.ready for _, seat in self)
 
     @property
-    def pushes(self) -> dict[str, int]:
-        """Which push of each owner waits."""
-        return {name: seat.ready for name, seat in self}
+    def pushes(self) -> tuple[int, ...]:
+        """Which push of each owner waits, in the order of ``refs``; 0 where none does."""
+        return tuple(seat.ready for _, seat in self)
+
+    def waiting(self, owners: Iterable[OwnerRef], pushes: Iterable[int]) -> set[str]:
+        """Owners that still wait with these pushes."""
+        named = zip(owners, pushes, strict=True)
+        return {
+            o.owner
+            for o, push in named
+            if push and o.owner in self and (self[o.owner].incarnation, self[o.owner].ready) == (o.incarnation, push)
+        }
+
+    def took_part(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """(incarnation, push) that these owners wait with."""
+        return {name: (self[name].incarnation, self[name].ready) for name in names}
 
     @property
     def candidate(self) -> str:

@@ -27,8 +27,6 @@ class Session:
     owners: tuple[OwnerRef, ...]
     operation: str
     set_only: tuple[str, ...]
-    pushes: dict[str, int]
-    """Which push of each owner offered the candidate."""
     stage: bool = False
     """Asynchronous gate: members stage everything before they may write (DESIGN D18)."""
     prepared: set[Member] = field(default_factory=set)

@@ -158,7 +158,7 @@ class OwnerHost:
 
     def _give_up(self, push: int) -> Sequence[role.Effect]:
         self._send(Withdraw(self._source.owner, self._incarnation, push))
-        return self._role.give_up()
+        return self._role.give_up(push)
 
     def _wait_outcome(self) -> Outcome:
         with self._changed:
@@ -287,7 +287,7 @@ class OwnerHost:
             case role.ReportSealed():
                 return self._sealed(effect.manifest)
             case role.ReportEmitFailed():
-                return EmitFailed(name, incarnation, effect.epoch, effect.reason, effect.fatal)
+                return EmitFailed(name, incarnation, effect.epoch, effect.reason, effect.fatal, effect.given_up)
             case role.ReportFolded():
                 seconds = dict(self._seconds)
                 return Folded(name, incarnation, effect.epoch, effect.baseline_digest, effect.reason, seconds)
@@ -300,7 +300,8 @@ class OwnerHost:
         if not self._holds_candidate(emission.order):
             # Whoever holds no candidate still (its push timed out, or was interrupted) must not make one up.
             reason = f"{self._source.owner} has no candidate: its push was given up"
-            self._post(lambda: self._role.emission_failed(epoch, reason, fatal=True))
+            push = 0 if self._waiting else self._push
+            self._post(lambda: self._role.emission_failed(epoch, reason, fatal=True, given_up=push))
             return
         try:
             manifest = emission.run(self._found.get(candidate))

@@ -23,6 +23,19 @@ Holds(e) ==
     \/ k.acknowledged # 0 /\ k.acknowledged = K.committed.epoch
     \/ k.version = NOVERSION /\ k.torn = {} /\ mem[e][r] = K.baseline
 
+\* This engine was ordered to prepare for the epoch that K is at, and has not acknowledged it: once it is prepared its gate
+\* stays closed, and it may write, until the epoch moves or it has acknowledged.
+\* @type: (Str) => Bool;
+Engaged(e) ==
+  \E o \in orders :
+    /\ o.epoch = K.epoch
+    /\ o.members[e] = node[e].incarnation
+    /\ \E r \in Ranks : rank[e][r].acknowledged # o.epoch
+
+\* This engine can be taken in as it is: it holds the committed version, and no order may change that.
+\* @type: (Str) => Bool;
+Settled(e) == Holds(e) /\ ~Engaged(e)
+
 \* Storage of this engine may take payloads of this kind.  (D4)
 \* @type: (Str, Str, Int) => Bool;
 Admits(e, kind, candidate) ==
@@ -45,7 +58,7 @@ AttemptOf(k) ==
 RestoreOf(k, silent) ==
   [ epoch |-> k.epoch, kind |-> "restore", version |-> k.version, candidate |-> 0, direction |-> "none",
     owners |-> [ o \in Owners |-> own[o].incarnation ],
-    members |-> [ e \in Engines |-> IF Holds(e) \/ e = silent THEN 0 ELSE node[e].incarnation ] ]
+    members |-> [ e \in Engines |-> IF Settled(e) \/ e = silent THEN 0 ELSE node[e].incarnation ] ]
 
 NoOrder == [ epoch |-> 0, kind |-> "none", version |-> 0, candidate |-> 0, direction |-> "none",
              owners |-> [ o \in Owners |-> 0 ], members |-> [ e \in Engines |-> 0 ] ]
@@ -235,7 +248,8 @@ FinishTransition(c) ==
 -----------------------------------------------------------------------------
 (* Membership.                                                              *)
 
-\* A restore session gets an epoch of its own; it takes in every engine that does not hold the committed version.
+\* A restore session gets an epoch of its own; it takes in every engine that does not hold the committed version, or that
+\* an earlier session has prepared in vain.
 \* Owners answer once they have folded, so if one has still to, the last commit must have been published.  (D6, D13, D15)
 \* @type: (Str, Str) => Bool;
 OpenRestoreBut(c, silent) ==
@@ -245,7 +259,7 @@ OpenRestoreBut(c, silent) ==
   /\ (\E o \in Owners : OwesFold(o)) => K.committed.epoch \in told
   /\ \A o \in Owners : own[o].base # NOVERSION \/ OwesFold(o)
   /\ MayLeaveOut(silent)
-  /\ \E e \in Engines : ~Holds(e) /\ e # silent
+  /\ \E e \in Engines : ~Settled(e) /\ e # silent
   /\ CompareAndSet(c, k, RestoreOf(k, silent), LeftOut(silent))
 
 \* @type: (Str) => Bool;
@@ -274,10 +288,10 @@ AdmitBut(c, silent) ==
   /\ coord[c].phase = "idle"
   /\ K.open.target = 0
   /\ MayLeaveOut(silent)
-  /\ \E e \in Engines : Holds(e) /\ K.members[e] # node[e].incarnation /\ e # silent
+  /\ \E e \in Engines : Settled(e) /\ K.members[e] # node[e].incarnation /\ e # silent
   /\ CompareAndSet(c,
        [ K EXCEPT !.revision = @ + 1,
-                  !.members = [ e \in Engines |-> IF Holds(e) /\ e # silent THEN node[e].incarnation ELSE K.members[e] ],
+                  !.members = [ e \in Engines |-> IF Settled(e) /\ e # silent THEN node[e].incarnation ELSE K.members[e] ],
                   !.reason = "Admit" ], NoOrder, LeftOut(silent))
 
 \* @type: (Str) => Bool;

@@ -53,6 +53,10 @@ Mark(o) == IF o.kind = "dense" THEN DENSE ELSE IF o.kind = "restore" THEN RESTOR
 \* @type: (Str, Str, Int) => $report;
 Report(e, r, epoch) == [ epoch |-> epoch, engine |-> e, rank |-> r, incarnation |-> node[e].incarnation ]
 
+\* What this order brings is staged while the old version is served.  A restore has nothing to serve meanwhile.  (D15, D18)
+\* @type: ($order) => Bool;
+Staging(o) == Async /\ o.kind # "restore"
+
 \* @type: (Str) => Bool;
 Idle(e) == \A r \in Ranks : rank[e][r].writing.epoch = 0
 
@@ -69,7 +73,7 @@ CloseGate(e) ==
           /\ o.members[e] = node[e].incarnation
           /\ o.epoch = K.epoch
           /\ o.epoch > node[e].fence
-          /\ ~Async \/ o.kind = "restore"
+          /\ ~Staging(o)
      \/ node[e].serving # K.version
   /\ node' = [ node EXCEPT ![e].gate = "closing", ![e].fence = K.epoch ]
   /\ UNCHANGED << recordVars, leaderVars, ownerVars, failed, rank, mem, prepared, acks >>
@@ -134,13 +138,13 @@ FenceFor(e, r, o) ==
   /\ o.epoch >= rank[e][r].fence
   /\ rank[e][r].epoch # o.epoch
   /\ rank[e][r].writing.epoch = 0                                  \* drained
-  /\ node[e].gate = "closed" \/ (Async /\ o.kind # "restore")
+  /\ node[e].gate = "closed" \/ Staging(o)
   /\ LET k == Learned(e, r) IN
      /\ rank' = [ rank EXCEPT ![e][r] =
           [ k EXCEPT !.fence = o.epoch, !.epoch = o.epoch, !.seen = {},
                      !.stage = IF Armed(k, o) THEN "fenced" ELSE "failed" ] ]
      /\ failed' = IF Armed(k, o) THEN failed ELSE failed \union { o.epoch }
-     /\ prepared' = IF Async \/ ~Armed(k, o) THEN prepared ELSE prepared \union { Report(e, r, o.epoch) }
+     /\ prepared' = IF Staging(o) \/ ~Armed(k, o) THEN prepared ELSE prepared \union { Report(e, r, o.epoch) }
   /\ node' = [ node EXCEPT ![e].fence = o.epoch ]
   /\ UNCHANGED << recordVars, leaderVars, ownerVars, mem, acks >>
 
@@ -150,10 +154,10 @@ Fence(e, r) == \E o \in orders : FenceFor(e, r, o)
 \* Asynchronous mode: every payload and manifest of the epoch lies in host memory; the old version is served on.  (D18)
 \* @type: (Str, Str) => Bool;
 Stage(e, r) ==
-  /\ Async
   /\ rank[e][r].stage = "fenced"
   /\ \E o \in orders :
        /\ o.epoch = rank[e][r].epoch
+       /\ Staging(o)
        /\ \A w \in Owners : \E m \in manifests : m.epoch = o.epoch /\ m.owner = w /\ m.incarnation = o.owners[w]
   /\ rank' = [ rank EXCEPT ![e][r].stage = "staged" ]
   /\ prepared' = prepared \union { Report(e, r, rank[e][r].epoch) }
@@ -163,7 +167,9 @@ Stage(e, r) ==
 \* @type: (Str, Int) => Bool;
 OpenApplyFor(e, epoch) ==
   /\ epoch >= node[e].fence
-  /\ \A r \in Ranks : rank[e][r].epoch = epoch /\ rank[e][r].stage = (IF Async THEN "staged" ELSE "fenced")
+  /\ \E o \in orders :
+       /\ o.epoch = epoch
+       /\ \A r \in Ranks : rank[e][r].epoch = epoch /\ rank[e][r].stage = (IF Staging(o) THEN "staged" ELSE "fenced")
   /\ rank' = [ rank EXCEPT ![e] = [ r \in Ranks |-> [ rank[e][r] EXCEPT !.stage = "applying" ] ] ]
   /\ node' = [ node EXCEPT ![e].gate = IF @ = "open" THEN "closing" ELSE @ ]
   /\ UNCHANGED << recordVars, leaderVars, ownerVars, failed, mem, prepared, acks >>

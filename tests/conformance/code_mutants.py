@@ -424,6 +424,15 @@ ON_A_GRAPH = [
         "OpenGate",
     ),
     CodeMutant(
+        "prepared_in_vain_is_admitted",
+        fleet.Engine,
+        "holds_committed",
+        " and (self.engaged == 0 or self.engaged != record.epoch)",
+        "",
+        "traces_restore_twice",
+        "Admit",
+    ),
+    CodeMutant(
         "join_without_baseline_check",
         Receiver,
         "seen_through",

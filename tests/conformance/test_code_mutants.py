@@ -156,6 +156,10 @@ def _inside(part, field, new):
     return change
 
 
+def _restarted(owners):
+    return tuple(msgspec.structs.replace(o, incarnation=o.incarnation + 1) for o in owners)
+
+
 def _baseline(w):
     first = digest(dict.fromkeys(w.cells, 0), w.cells)
     return w.record.baseline_id != first and _record(baseline_id=lambda _: first)(w)
@@ -296,7 +300,7 @@ CHANGES = {
     "K.open.attempts": _inside("open", "attempts", lambda x: x + 1),
     "K.open.kind": _inside("open", "kind", lambda _: Kind.DENSE),
     "K.open.direction": _inside("open", "direction", lambda _: Direction.BACK),
-    "K.open.owners": _inside("open", "owners", lambda _: ()),
+    "K.open.owners": _inside("open", "owners", _restarted),
     "K.open.stopped": _inside("open", "stopped", lambda x: not x),
     "K.committed": lambda w: w.record.committed is not None and _record(committed=lambda _: None)(w),
     "K.committed.version": _inside("committed", "version", lambda x: x + 1),
@@ -304,7 +308,7 @@ CHANGES = {
     "K.committed.candidate": _inside("committed", "candidate", lambda _: ""),
     "K.committed.direction": _inside("committed", "direction", lambda _: Direction.BACK),
     "K.committed.members": _inside("committed", "members", lambda _: ()),
-    "K.committed.root": _inside("committed", "owners", lambda _: ()),
+    "K.committed.root": _inside("committed", "owners", _restarted),
     "writes": _late,
     "writes.record": _late_write,
     "coord.phase": _coordinator(_any, lambda c: _set(c, phase=Phase.FATAL)),

@@ -26,7 +26,7 @@ GRAPHS = ("traces_rollback", "traces_join")
 
 UNSEEN = {
     "conductor.py: open_attempt: a restore is no attempt": "kinds of attempts are a type of the specification",
-    "conductor.py: open_attempt: what the owners offer was committed by an older leader": (
+    "conductor.py: open_attempt: an owner still waits with the push that ended last": (
         "the specification's push is over then"
     ),
     "conductor.py: commit: the owners sealed other content than the record names": (

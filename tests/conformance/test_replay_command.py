@@ -1,6 +1,7 @@
 """`dcr spec replay`, from the command line."""
 
 import json
+import re
 
 import pytest
 from spec_models import MANIFEST, SPEC
@@ -11,6 +12,7 @@ from dcr.modelcheck.source import variable_types
 from dcr.modelcheck.trace import Step, Trace
 from dcr.modelcheck.trace_set import read_traces, write_traces
 from dcr.modelcheck.values import Function
+from dcr.protocol.conductor import Conductor
 
 ROLLBACK = SPEC / "traces" / "traces_rollback.itf.jsonl.zst"
 TYPES = variable_types(SPEC / "RefitTraces.tla")
@@ -103,6 +105,16 @@ def test_a_file_that_is_not_there_is_refused(dcr, tmp_path):
     status, report, said = dcr(tmp_path / "none.zst")
     assert (status, report["ok"]) == (3, False)
     assert "none.zst" in said
+
+
+def test_a_graph_that_is_not_followed_is_told_and_saved(dcr, tmp_path, monkeypatch):
+    monkeypatch.setattr(Conductor, "roll_back", lambda _: [])
+    status, report, said = dcr("--graph", "traces_rollback")
+    assert (status, report["ok"], report["wrong"]) == (1, False, 1)
+    assert re.search(r"WRONG  traces_rollback-graph: state \d+, RollBack\(c1\): specification -> code\n    K", said)
+    saved = load_trace((tmp_path / "saved" / "traces_rollback-graph.itf.json").read_bytes())
+    assert saved.steps[-1].state["step"]["name"] == "RollBack"
+    assert "could" not in said
 
 
 def test_a_graph_and_files_are_not_replayed_at_once(dcr):

@@ -181,7 +181,7 @@ def test_a_peer_of_the_run_cannot_speak_for_another(fleet: Fleet) -> None:
     mallory = Spoke(record_secret(secret, "default"), Peer("node", "m", 1), lambda _: None, resolve=lambda: address)
     mallory.wait_connected(5)
     mallory.send(b"\xc1 not a report")
-    mallory.send(encode_message(Join("a", 1 << 62, 0, 0, ("add",), StorageState(None, "", ()), (), {})))
+    mallory.send(encode_message(Join("a", 1 << 62, 1, 0, ("add",), StorageState(None, "", ()), (), {})))
     fleet.step()
     report = fleet.push()
     assert (report.kind, report.members) == ("relative", ("a",))

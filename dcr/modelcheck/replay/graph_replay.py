@@ -7,6 +7,7 @@ from dcr.modelcheck.replay.replayer import DivergenceError, Replayed, compare
 from dcr.modelcheck.replay.trials import ForbiddenError, Trials
 from dcr.modelcheck.replay.world import World
 from dcr.modelcheck.state_graph import StateGraph
+from dcr.modelcheck.trace import Step, Trace
 from dcr.protocol.errors import RefusedError
 
 
@@ -16,42 +17,50 @@ def replay_graph(graph: StateGraph) -> Replayed:
     Each state is reached once, by one way, and left by every way.
 
     Raises:
-        DivergenceError: a role refused a step, came to another state, or did what is forbidden.
+        DivergenceError: a role refused a step, came to another state, or did what is forbidden; with the way there.
     """
     done = Replayed()
     (start,) = graph.initial
     player = Player(World(graph.states[start]))
     reached = {start}
-    ways: list[tuple[int, Player, tuple[Event, ...]]] = [(start, player, ())]
+    ways: list[tuple[Player, tuple[int, ...]]] = [(player, (start,))]
     while ways:
-        node, player, way = ways.pop()
-        successors = graph.successors.get(node, ())
-        _try_forbidden(graph, node, player, way, done)
-        for successor in successors:
-            event = Event.of(graph.states[successor]["step"])
-            other = branch(player)
-            try:
-                other.play(event, graph.states[successor])
-            except RefusedError as e:
-                raise DivergenceError(f"{_told(way, event)}: the code refused it: {e}") from e
-            compare(Abstraction(other.world), graph.states[successor], _told(way, event), len(way) + 1)
-            done.steps[event.name] += 1
+        player, way = ways.pop()
+        _try_forbidden(graph, player, way, done)
+        for successor in graph.successors.get(way[-1], ()):
+            other, on = branch(player), (*way, successor)
+            done.steps[_play(graph, other, on)] += 1
             if successor not in reached:
                 reached.add(successor)
-                ways.append((successor, other, (*way, event)))
+                ways.append((other, on))
     assert reached == set(graph.states), f"{len(graph.states) - len(reached)} states of the graph were not reached"
     return done
 
 
-def _try_forbidden(graph: StateGraph, node: int, player: Player, way: tuple[Event, ...], done: Replayed) -> None:
-    could = [graph.states[s]["step"] for s in graph.successors.get(node, ())]
+def _play(graph: StateGraph, player: Player, way: tuple[int, ...]) -> str:
+    """Play the last step of a way; its name."""
+    state = graph.states[way[-1]]
+    event = Event.of(state["step"])
+    where = f"state {len(way)}, {event}"
+    try:
+        player.play(event, state)
+        compare(Abstraction(player.world), state, where, len(way) - 1)
+    except RefusedError as e:
+        raise DivergenceError(f"{where}: the code refused it: {e}", len(way) - 1, _trace(graph, way)) from e
+    except DivergenceError as e:
+        raise DivergenceError(str(e), e.step, _trace(graph, way)) from e
+    return event.name
+
+
+def _try_forbidden(graph: StateGraph, player: Player, way: tuple[int, ...], done: Replayed) -> None:
+    could = [graph.states[s]["step"] for s in graph.successors.get(way[-1], ())]
     trials = Trials(player, Abstraction(player.world))
     try:
-        trials.run(graph.states[node], could)
+        trials.run(graph.states[way[-1]], could)
     except ForbiddenError as e:
-        raise DivergenceError(f"after {_told(way)}: {e}") from e
+        raise DivergenceError(f"at state {len(way)}: {e}", len(way) - 1, _trace(graph, way)) from e
     done += Replayed(0, refused=trials.refused, without_effect=trials.without_effect, refusals=trials.refusals)
 
 
-def _told(way: tuple[Event, ...], event: Event | None = None) -> str:
-    return " ".join(x.name for x in (*way, *((event,) if event is not None else ())))
+def _trace(graph: StateGraph, way: tuple[int, ...]) -> Trace:
+    return Trace(tuple(Step(graph.states[node]) for node in way))

@@ -215,8 +215,7 @@ class Player:
         """K is read; first an order to prepare for its epoch is heard, if there is one that closes gates."""
         w = self.world
         order = w.prepare_order(e, w.record.epoch)
-        closes = order is not None and (not order.stage or order.base.kind is Kind.RESTORE)
-        if order is not None and closes and order.epoch > w.node[e].fence:
+        if order is not None and not order.stage and order.epoch > w.node[e].fence:
             w.node_does(e, w.node[e].order(order))
         w.node_does(e, w.node[e].read(w.record))
 

@@ -20,12 +20,14 @@ class DivergenceError(DcrError):
 
     Args:
         reason: what, at which step, and how the two differ.
-        step: index of the state in the trace at which it shows; 0 where there is no trace.
+        step: index of the state at which it shows, in the trace or on the way.
+        way: the states that led there, where what is replayed is no trace.
     """
 
-    def __init__(self, reason: str, step: int = 0) -> None:
+    def __init__(self, reason: str, step: int = 0, way: Trace | None = None) -> None:
         super().__init__(reason)
         self.step = step
+        self.way = way
 
 
 @dataclass

@@ -51,10 +51,6 @@ class Reports:
         self._owners()
         self._engines(stale=stale)
         self._attempt_messages()
-        for e in c.fleet.engines.values():
-            # The specification admits an engine that a restore has fenced in vain; the code restores it once more, for
-            # its gate would stay closed until K's epoch moves.
-            e.engaged = 0
 
     def _new(self, message: Hashable) -> bool:
         if message in self._messages:
@@ -95,7 +91,7 @@ class Reports:
         c, said = self._world.coordinators[self._name], self._world.said
         keys = [(epoch, e, r, incarnation) for r in self._world.ranks]
         if all(k in said.prepared for k in keys) and self._new(("prepared", e, incarnation, epoch)):
-            if self._world.setting.asynchronous:
+            if self._world.staging(e, epoch):
                 c.member_report(Staged(e, incarnation, epoch))
             else:
                 # It was armed when it said so; what it holds now is told by its next report.

@@ -242,6 +242,11 @@ class World:
         order = self.said.orders.get(epoch)
         return None if order is None else order.prepares.get(engine)
 
+    def staging(self, engine: str, epoch: int) -> bool:
+        """Whether an engine was ordered to stage this epoch before it may write."""
+        order = self.prepare_order(engine, epoch)
+        return order is not None and order.stage
+
     def payload(self, epoch: int, owner: str, incarnation: int, cell: str) -> Payload:
         """The payload of this name."""
         (found,) = [
@@ -442,7 +447,7 @@ class World:
                 case receiver_role.Synchronise(epoch):
                     self.synchronising[rank] = epoch
                 case RankPrepared():
-                    if not self.setting.asynchronous:
+                    if not self.staging(engine, effect.epoch):
                         self.said.prepared.add((effect.epoch, engine, r, node.incarnation))
                     self.node_does(engine, node.rank_prepared(r, effect))
                 case RankStaged():

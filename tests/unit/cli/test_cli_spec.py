@@ -127,6 +127,18 @@ def test_an_action_that_is_never_taken_is_named(dcr, folder):
     assert "never taken: Return" in said
 
 
+def test_models_are_listed(dcr):
+    status, report, said = dcr("spec", "models")
+    assert status == 0
+    assert [(m["name"], m["set"]) for m in report["models"]][:2] == [("all", "quick"), ("done", "quick")]
+    assert "47 states" in said
+    assert f"{len(report['models'])} models, {len(report['mutants'])} mutants" in said
+
+
+def test_a_name_that_is_almost_right_is_guessed(dcr):
+    assert "did you mean done?" in dcr("spec", "check", "doen")[2]
+
+
 def test_mutants(dcr):
     status, report, said = dcr("spec", "mutants", "--workers", "1")
     assert status == 1
@@ -224,9 +236,9 @@ def test_a_model_that_the_manifest_does_not_give_to_apalache(dcr):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("check", "none"), "there are: all, done, finishes"),
+        (("check", "xyz"), "there are: all, done, finishes"),
         (("mutants", "none"), "there are: delivered_and_kept, no_effect"),
-        (("simulate", "none"), "there are: all, done, finishes"),
+        (("simulate", "xyz"), "there are: all, done, finishes"),
     ],
 )
 def test_names_that_there_are_not(dcr, arguments, said):

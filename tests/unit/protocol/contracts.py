@@ -27,8 +27,9 @@ RECORD = CommitRecord(
         content_digest=D1,
         stopped=True,
         direction=Direction.BACK,
+        pushes=(5,),
     ),
-    committed=Committed(6, 9, "v6-c1-2", (Member("e0", 1),), "f" * 64, "c1-17", (OwnerRef("o0", 9),)),
+    committed=Committed(6, 9, "v6-c1-2", (Member("e0", 1),), "f" * 64, "c1-17", (OwnerRef("o0", 9),), pushes=(4,)),
 )
 
 MANIFEST = Manifest(
@@ -55,16 +56,16 @@ ORDERS = (
 )
 
 REPORTS = (
-    m.Join("e0", 1, 0, 1, ("add", "xor"), STATE, ("norm.weight",), {"bias": "unknown operator"}),
+    m.Join("e0", 1, 1, 1, ("add", "xor"), STATE, ("norm.weight",), {"bias": "unknown operator"}),
     m.Prepared("e0", 1, 10, STATE),
     m.Staged("e0", 1, 10),
     m.Acknowledged("e0", 1, 10, "f" * 64, {"apply": 0.5}),
     m.AttemptFailed("e0", 1, 10, "the loader raised", STATE),
     m.Serving("e0", 1, 10, 7),
-    m.OwnerJoin("o0", 9, 0, D0),
+    m.OwnerJoin("o0", 9, 1, D0),
     m.CandidateReady("o0", 9, 5),
     m.Withdraw("o0", 9, 5),
     m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}),
-    m.EmitFailed("o0", 9, 10, "the link is down", fatal=False),
+    m.EmitFailed("o0", 9, 10, "its push was given up", fatal=True, given_up=5),
     m.Folded("o0", 9, 10, D1, "", {"fold": 0.125}),
 )

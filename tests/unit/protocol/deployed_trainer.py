@@ -77,7 +77,7 @@ class DeployedOwner:
     def give_up(self) -> None:
         """The push times out on this rank, or is interrupted; training goes on."""
         self.pushing = False
-        self.run(self.role.give_up())
+        self.run(self.role.give_up(self.pushes))
         self._send(Withdraw(self.name, self.incarnation, self.pushes))
         self.train()
 
@@ -145,7 +145,7 @@ class DeployedOwner:
                         )
                     )
                 case owners.ReportEmitFailed():
-                    self._send(EmitFailed(self.name, self.incarnation, e.epoch, e.reason, e.fatal))
+                    self._send(EmitFailed(self.name, self.incarnation, e.epoch, e.reason, e.fatal, e.given_up))
                 case owners.ReadRecord():
                     self.reads.append(None)
                 case owners.FoldBaseline():
@@ -173,7 +173,11 @@ class DeployedOwner:
         if back and candidate in self.found:
             holds = self.found[candidate] == self.compared
         if kind is not Kind.RESTORE and not holds:
-            self.run(self.role.emission_failed(order.epoch, "its push was given up", fatal=True))
+            self.run(
+                self.role.emission_failed(
+                    order.epoch, "no candidate", fatal=True, given_up=0 if self.pushing else self.pushes
+                )
+            )
             return
         if kind is not Kind.DENSE:
             assert not self.role.folding, "an emission while the baseline is being folded"

@@ -96,10 +96,10 @@ class Leader:
     # what peers say
 
     def owner_joins(self, incarnation: int = 1, baseline: str = D0) -> None:
-        self.owner(OwnerJoin("o", incarnation, 0, baseline))
+        self.owner(OwnerJoin("o", incarnation, 1, baseline))
 
     def joins(self, engine: str, state: StorageState = V0, incarnation: int = 1, **changes: object) -> None:
-        join = Join(engine, incarnation, 0, 0, ("xor", "add"), state, (), {})
+        join = Join(engine, incarnation, 1, 0, ("xor", "add"), state, (), {})
         self.member(msgspec.structs.replace(join, **changes))
 
     def push(self, number: int = 1) -> None:

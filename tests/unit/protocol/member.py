@@ -20,7 +20,10 @@ K0 = CommitRecord.create("policy", "c", "d0").admit(ME)
 
 
 def opened(k: CommitRecord, attempts: int = 1, members: tuple[Member, ...] = ME) -> CommitRecord:
-    return k.open_attempt(OpenTransition(k.version + 1, "w", attempts, Kind.RELATIVE, OWNERS, 0, ("add",)), members)
+    return k.open_attempt(
+        OpenTransition(k.version + 1, "w", attempts, Kind.RELATIVE, OWNERS, 0, ("add",), pushes=(1,) * len(OWNERS)),
+        members,
+    )
 
 
 K1 = opened(K0)

@@ -22,7 +22,9 @@ K0 = CommitRecord.create("policy", "c", D0).admit(MEMBERS)
 
 
 def opened(attempts: int, k: CommitRecord, kind: Kind = Kind.RELATIVE) -> CommitRecord:
-    return k.open_attempt(OpenTransition(k.version + 1, "w", attempts, kind, OWNERS, 0, ("add",)), MEMBERS)
+    return k.open_attempt(
+        OpenTransition(k.version + 1, "w", attempts, kind, OWNERS, 0, ("add",), pushes=(1,) * len(OWNERS)), MEMBERS
+    )
 
 
 def prepare(epoch: int, base: Base = RELATIVE, *, stage: bool = False) -> Prepare:

@@ -378,7 +378,7 @@ def test_publish_tells_engines_and_the_owners_whose_seals_were_committed() -> No
 
 def test_a_push_that_was_committed_is_no_candidate_any_more() -> None:
     at = over()
-    with pytest.raises(RefusedError, match="not every owner has offered a candidate"):
+    with pytest.raises(RefusedError, match="an owner still waits with the push that ended last"):
         at.c.open_attempt(Kind.RELATIVE)
     at.push(2)
     at.do(at.c.open_attempt(Kind.RELATIVE))

@@ -292,7 +292,7 @@ def test_a_second_wait_has_a_time_out_of_its_own() -> None:
 
 def test_a_stray_owner_changes_nothing() -> None:
     at = leading("a")
-    at.owner(OwnerJoin("rank-7", 1, 0, D0))
+    at.owner(OwnerJoin("rank-7", 1, 1, D0))
     at.do(at.c.owner_lost("rank-7", 1))
     assert at.c.phase is Phase.IDLE
 
@@ -312,8 +312,8 @@ def test_a_lost_outcome_is_told_again() -> None:
 def test_an_owner_that_restarted_after_the_commit_is_not_told_that_its_next_push_succeeded() -> None:
     at = Leader(owners=("o", "p"))
     half = f"{5:032x}"
-    at.owner(OwnerJoin("o", 1, 0, half))
-    at.owner(OwnerJoin("p", 1, 0, half))
+    at.owner(OwnerJoin("o", 1, 1, half))
+    at.owner(OwnerJoin("p", 1, 1, half))
     at.joins("a")
     at.push()
     at.owner(CandidateReady("p", 1, 1))
@@ -322,7 +322,7 @@ def test_an_owner_that_restarted_after_the_commit_is_not_told_that_its_next_push
     at.owner(Sealed("p", 1, at.epoch, "digest", half, 1, 8, 1, 3, {}))
     at.acknowledged("a", manifest_root({"o": "digest", "p": "digest"}))
     assert at.c.phase is Phase.FOLDING
-    at.owner(OwnerJoin("o", 2, 0, ""))
+    at.owner(OwnerJoin("o", 2, 1, ""))
     at.owner(CandidateReady("o", 2, 1))  # with other weights
     at.take()
     at.owner(Folded("p", 1, at.epoch, half, "", {}))

@@ -5,10 +5,27 @@ from leader import D0, D1, V0, Leader, attempting, committed, leading, succeedin
 
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.coordinator_effects import ReadRecord, WriteRecord
+from dcr.protocol.identity import manifest_root
 from dcr.protocol.leader import REWRITES_MAX
-from dcr.protocol.messages import Emit, Fold, Folded, Outcome, OwnerJoin, Prepare, Published, StorageState
+from dcr.protocol.messages import (
+    CONTROL_VERSION,
+    CandidateReady,
+    Emit,
+    EmitFailed,
+    Fold,
+    Folded,
+    Outcome,
+    OwnerJoin,
+    Prepare,
+    Published,
+    Sealed,
+    StorageState,
+)
 from dcr.protocol.record import Direction
 from dcr.protocol.step import Step
+
+SHARES_0 = {"o": f"{5:032x}", "p": f"{5:032x}"}  # of D0
+SHARES_1 = {"o": f"{5:032x}", "p": f"{6:032x}"}  # of D1
 
 
 def held_open() -> tuple[Leader, WriteRecord]:
@@ -97,7 +114,7 @@ def test_a_new_leader_goes_on_with_the_candidate_of_owners_that_live() -> None:
     at = succeeding(attempting("a"))
     at.owner_joins()
     assert at.reasons == ["TakeOver"]  # the owner may be about to say that it still waits
-    at.push(4)
+    at.push()
     at.joins("a")
     assert at.reasons == ["TakeOver", "OpenAttempt"]
     assert (at.record.fencing_token, at.record.open.candidate, at.record.open.attempts) == (2, token(1, 1), 2)
@@ -107,7 +124,72 @@ def test_a_new_leader_goes_on_with_the_candidate_of_owners_that_live() -> None:
     at.acknowledged("a")
     at.folded()
     (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
-    assert (outcome.error, outcome.push, outcome.candidate) == ("", 4, token(1, 1))
+    assert (outcome.error, outcome.push, outcome.candidate) == ("", 1, token(1, 1))
+
+
+def test_a_new_leader_does_not_take_another_push_for_the_candidate() -> None:
+    """The first was given up, and the leader that was told of it is gone: the weights may be others."""
+    at = succeeding(attempting("a"))
+    at.owner_joins()
+    at.joins("a")
+    at.push(4)
+    assert at.reasons == ["TakeOver", "Abandon", "OpenAttempt"]
+    assert (at.record.open.pushes, at.record.open.attempts) == ((4,), 1)
+
+
+def test_a_push_that_was_given_up_unheard_makes_room_for_the_next() -> None:
+    """Its ``Withdraw`` was lost: the owner says it again when it is ordered to emit (DESIGN D10)."""
+    at = attempting("a")
+    at.push(2)  # what the owner says on its next connection
+    assert at.record.open is not None
+    at.owner(EmitFailed("o", 1, at.epoch, "o has no candidate: its push was given up", fatal=True, given_up=1))
+    assert at.record.open.pushes == (2,)
+    assert at.reasons[-2:] == ["Abandon", "OpenAttempt"]
+    at.owner(EmitFailed("o", 1, at.epoch, "o has no candidate: its push was given up", fatal=True, given_up=2))
+    assert at.reasons[-1] == "Abandon"
+    assert at.record.open is None
+
+
+def test_a_new_leader_tells_those_who_wait_that_the_old_one_stopped() -> None:
+    old = attempting("a", attempts_max=1)
+    old.owner(EmitFailed("o", 1, old.epoch, "down", fatal=False))
+    assert old.record.open.stopped
+    at = succeeding(old)
+    at.owner_joins()
+    at.joins("a")
+    at.push()
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert (outcome.push, outcome.error.partition(";")[0]) == (1, "the transition stopped")
+    assert at.reasons == ["TakeOver"]
+
+
+def test_a_commit_that_only_some_owners_heard_of_is_told_to_the_others() -> None:
+    """One has gone on to its next push; the other, still waiting, must not be taken for offering something new."""
+    old = Leader(owners=("o", "p"))
+    for name, share in SHARES_0.items():
+        old.owner(OwnerJoin(name, 1, CONTROL_VERSION, share))
+    old.joins("a")
+    for name in SHARES_0:
+        old.owner(CandidateReady(name, 1, 1))
+    old.prepared("a")
+    for name, share in SHARES_1.items():
+        old.owner(Sealed(name, 1, old.epoch, "digest", share, 1, 8, 1, 3, {}))
+    old.acknowledged("a", manifest_root({"o": "digest", "p": "digest"}))
+    committed_at = old.record.committed.epoch
+    assert old.record.committed.pushes == (1, 1)
+    at = succeeding(old, owners=("o", "p"))
+    for name, share in SHARES_1.items():
+        at.owner(OwnerJoin(name, 1, CONTROL_VERSION, share))
+    at.joins("a", StorageState(1, D1, ()))
+    for name, share in SHARES_1.items():
+        at.owner(Folded(name, 1, committed_at, share, "", {}))
+    at.owner(CandidateReady("o", 1, 2))
+    at.take()
+    at.owner(CandidateReady("p", 1, 1))
+    assert [(o.push, o.error) for o in at.take() if isinstance(o, Outcome)] == [(1, "")]
+    assert at.record.open is None
+    at.owner(CandidateReady("p", 1, 2))
+    assert at.record.open.pushes == (2, 2)
 
 
 def test_a_new_leader_abandons_a_candidate_that_died() -> None:

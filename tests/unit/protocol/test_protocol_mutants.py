@@ -114,7 +114,7 @@ MUTANTS = [
         "the push after one that was given up is told that it succeeded",
         Coordinator,
         "_finish",
-        "(o.incarnation, s.pushes[o.owner])",
+        "(o.incarnation, push)",
         "(o.incarnation, self.seats[o.owner].ready)",
     ),
     Mutant(

@@ -103,14 +103,6 @@ def test_a_gate_that_would_not_close_for_a_stage_fails_the_attempt_and_serves_on
     assert n.rank_failed("0", RankFailed(1, "too")) == []  # told once
 
 
-def test_a_restore_is_prepared_behind_a_closed_gate_in_the_asynchronous_mode_too() -> None:
-    n = serving()
-    order = prepare(1, Kind.RESTORE, stage=True)
-    assert without_steps(handed(n, order, RESTORE1)) == [CloseGate(1)]
-    n.gate_closed(1)
-    assert n.read(RESTORE1) == [StopFetch(0), ToRank("0", PrepareRank(order, RESTORE1))]
-
-
 # ---------------------------------------------------------------- two ranks
 
 

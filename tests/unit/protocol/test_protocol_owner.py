@@ -41,7 +41,9 @@ def of_baseline(to: Emit) -> Manifest:
 
 def committed(epoch: int, incarnation: int = 1, direction: Direction = Direction.FORWARD) -> CommitRecord:
     k = msgspec.structs.replace(CommitRecord.create("policy", "c", "d0"), epoch=epoch - 1)
-    tr = OpenTransition(1, "w", 1, Kind.RELATIVE, (OwnerRef("o", incarnation),), 0, ("add",), direction=direction)
+    tr = OpenTransition(
+        1, "w", 1, Kind.RELATIVE, (OwnerRef("o", incarnation),), 0, ("add",), direction=direction, pushes=(1,)
+    )
     content = "d1" if direction is Direction.FORWARD else "d0"
     return k.open_attempt(tr, (Member("e", 1),)).commit(content, "root", "op")
 
@@ -136,7 +138,7 @@ def test_a_stepped_candidate_fails_by_name() -> None:
     assert sealed(o, 1) == [ReportSealed(manifest(1))]
     (failed,) = sealed(o, 2, content="d2")
     assert isinstance(failed, ReportEmitFailed)
-    assert failed.fatal
+    assert (failed.fatal, failed.given_up) == (True, 0)
     assert "candidate changed: the weights owned by o" in failed.reason
     assert sealed(o, 3) == [ReportSealed(manifest(3))]  # put back, it is the same candidate again
     o.emit(order(4, candidate="other"))
@@ -172,14 +174,14 @@ def test_a_restore_is_not_compared_with_the_candidate() -> None:
 def test_a_candidate_whose_push_was_given_up_is_emitted_no_more() -> None:
     o = owner()
     o.emit(order(1))
-    cancel, failed = without_steps(o.give_up())
+    cancel, failed = without_steps(o.give_up(7))
     assert cancel == CancelEmission(1)
     assert isinstance(failed, ReportEmitFailed)
-    assert failed.fatal
+    assert (failed.fatal, failed.given_up) == (True, 7)
     for epoch, again in ((2, order(2, Kind.ABSOLUTE)), (3, order(3, Kind.DENSE)), (4, roll_back(4))):
         (failed,) = without_steps(o.emit(again))
         assert isinstance(failed, ReportEmitFailed)
-        assert (failed.epoch, failed.fatal) == (epoch, True)
+        assert (failed.epoch, failed.fatal, failed.given_up) == (epoch, True, 7)
         assert "its push was given up" in failed.reason
     assert without_steps(o.emit(order(5, candidate="next"))) == [StartEmission(order(5, candidate="next"))]
 
@@ -187,7 +189,7 @@ def test_a_candidate_whose_push_was_given_up_is_emitted_no_more() -> None:
 def test_a_restore_goes_on_when_a_push_is_given_up() -> None:
     o = owner()
     o.emit(order(1, Kind.RESTORE, candidate="", target=0))
-    assert o.give_up() == []
+    assert o.give_up(7) == []
     assert o.emitting == 1
 
 

@@ -137,7 +137,9 @@ def test_a_commit_of_a_rollback_makes_storage_clean_at_the_version_that_it_kept(
     r = ready()
     r.payload(identity(1), RELATIVE, "x0", 1)
     r.write_failed(identity(1), "torn")
-    transition = OpenTransition(1, "w", 2, Kind.ABSOLUTE, OWNERS, 0, ("add",), direction=Direction.BACK)
+    transition = OpenTransition(
+        1, "w", 2, Kind.ABSOLUTE, OWNERS, 0, ("add",), direction=Direction.BACK, pushes=(1,) * len(OWNERS)
+    )
     k2 = opened(1, K0).open_attempt(transition, MEMBERS)
     order = Prepare("policy", 2, 0, base, OWNERS, 1)
     effects = r.prepare(order, k2)

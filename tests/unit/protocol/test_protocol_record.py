@@ -20,15 +20,16 @@ from dcr.protocol.record import (
 
 K0 = CommitRecord.create("policy", "c1", "d0")
 MEMBERS = (Member("e0", 1), Member("e1", 1))
-
-
 OWNERS = (OwnerRef("o", 1),)
+PUSHES = (3,)
 
 
 def transition(
     attempts: int, *, target: int = 1, candidate: str = "w", direction: Direction = Direction.FORWARD
 ) -> OpenTransition:
-    return OpenTransition(target, candidate, attempts, Kind.RELATIVE, OWNERS, 0, ("add",), direction=direction)
+    return OpenTransition(
+        target, candidate, attempts, Kind.RELATIVE, OWNERS, 0, ("add",), direction=direction, pushes=PUSHES
+    )
 
 
 K1 = K0.open_attempt(transition(1), MEMBERS)
@@ -70,7 +71,7 @@ def test_open_attempt_refuses(wrong: OpenTransition, members: tuple[Member, ...]
 def test_commit_keeps_the_epoch() -> None:
     k = K1.commit("d1", "root", "op")
     assert (k.version, k.epoch, k.baseline_id, k.open) == (1, 1, "d1", None)
-    assert k.committed == Committed(1, 1, "w", MEMBERS, "root", "op", OWNERS, Direction.FORWARD)
+    assert k.committed == Committed(1, 1, "w", MEMBERS, "root", "op", OWNERS, Direction.FORWARD, PUSHES)
     assert k.members == MEMBERS
 
 
@@ -78,7 +79,7 @@ def test_the_commit_of_a_rollback_keeps_the_version() -> None:
     back = K1.open_attempt(transition(2, direction=Direction.BACK), MEMBERS)
     k = back.commit("d0", "root", "op")
     assert (k.version, k.epoch, k.baseline_id, k.open) == (0, 2, "d0", None)
-    assert k.committed == Committed(0, 2, "w", MEMBERS, "root", "op", OWNERS, Direction.BACK)
+    assert k.committed == Committed(0, 2, "w", MEMBERS, "root", "op", OWNERS, Direction.BACK, PUSHES)
     with pytest.raises(AssertionError):
         back.commit("d1", "root", "op")
 

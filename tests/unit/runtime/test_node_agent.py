@@ -118,7 +118,9 @@ class Led:
         k = self.record
         attempts = 1 if k.open is None else k.open.attempts + 1
         kind = Kind.RELATIVE if attempts == 1 else Kind.ABSOLUTE
-        self.write(k.open_attempt(OpenTransition(1, "w", attempts, kind, (self.owner,), 0, ("add",)), (self.me,)))
+        self.write(
+            k.open_attempt(OpenTransition(1, "w", attempts, kind, (self.owner,), 0, ("add",), pushes=(1,)), (self.me,))
+        )
         base = Base(kind, 0, k.baseline_id, "w")
         order = Prepare(
             "default", self.record.epoch, 1, base, (self.owner,), incarnation or self.node.incarnation, stage
