@@ -51,6 +51,13 @@ class ContentDigest:
         return cls(int(text, 16))
 
 
+def digest_keys(spec: TensorSpec) -> tuple[int, int, int, int]:
+    """The four words k0, k1, k2, k3 that a tensor's elements are hashed with, as int64."""
+    key = hashlib.sha256(f"{dtype_name(spec.dtype)}\0{spec.name}".encode()).digest()
+    k0, k1, k2, k3 = (int.from_bytes(key[i : i + 8], "little", signed=True) for i in (0, 8, 16, 24))
+    return k0, k1, k2, k3
+
+
 def digest_elements(spec: TensorSpec, indices: torch.Tensor | None, bits: torch.Tensor) -> ContentDigest:
     """The digest of some elements of one canonical tensor.
 
@@ -76,8 +83,7 @@ def digest_elements(spec: TensorSpec, indices: torch.Tensor | None, bits: torch.
             f"content digest of {spec.name}: indices must be int64 of shape {tuple(bits.shape)}, "
             f"not {indices.dtype} of shape {tuple(indices.shape)}"
         )
-    key = hashlib.sha256(f"{dtype_name(spec.dtype)}\0{spec.name}".encode()).digest()
-    k0, k1, k2, k3 = (int.from_bytes(key[i : i + 8], "little", signed=True) for i in (0, 8, 16, 24))
+    k0, k1, k2, k3 = digest_keys(spec)
     chunk = CHUNK_ELEMENTS if bits.device.type == "cpu" else CHUNK_ELEMENTS_DEVICE
     total = 0
     for start in range(0, bits.numel(), chunk):

@@ -121,6 +121,11 @@ class Residents:
             return self._spans[at]
         return None
 
+    def holds(self, start: int, end: int) -> bool:
+        """Whether the bytes from address ``start`` up to ``end`` lie in one block."""
+        at = bisect.bisect_right(self._starts, start) - 1
+        return at >= 0 and end <= self._starts[at] + self._spans[at].nbytes
+
     def owner(self, tensor: torch.Tensor) -> str:
         """A name for a tensor in an error message: the resident tensor it overlaps."""
         span = self.span(tensor)

@@ -9,9 +9,9 @@ import msgspec
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.header import DEFAULT_LIMITS, Limits
 from dcr.data_plane.item import Item, TensorSpec
-from dcr.data_plane.loader_path import LoaderPath
 from dcr.data_plane.payload import decode_payload, payload_digest
-from dcr.data_plane.prewarm import LoaderClass
+from dcr.data_plane.placement.prewarm import LoaderClass
+from dcr.data_plane.placement.storage import Storage
 from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
 from dcr.protocol.identity import Manifest, PayloadIdentity, decode_manifest
 from dcr.protocol.messages import OpenApply, StorageState
@@ -42,7 +42,7 @@ from dcr.runtime.rank_messages import (
     encode,
 )
 
-StorageFactory = Callable[[Sequence[TensorSpec]], LoaderPath]
+StorageFactory = Callable[[Sequence[TensorSpec]], Storage]
 
 _log = logging.getLogger("dcr.rank")
 _NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
@@ -55,7 +55,7 @@ class RankHost:
     restarts attaches again and finds it; a rank that restarts has a new incarnation.
 
     Args:
-        storage_factory: makes the loader path over this rank's storage from the canonical tensors.
+        storage_factory: makes the way to this rank's storage from the canonical tensors.
         state_incarnation: a number new with every start of the process that holds the storage.
         limits: what one payload may hold.
         observe: called with every step, in this process.
@@ -79,7 +79,7 @@ class RankHost:
         self._observe = guarded(observe)
         self._attach: Attach | None = None
         self._attached: Attached | None = None
-        self._storage: LoaderPath | None = None
+        self._storage: Storage | None = None
         self._receiver: Receiver | None = None
         self._known: dict[str, TensorSpec] = {}
         self._held: dict[PayloadIdentity, Payload] = {}
@@ -229,7 +229,7 @@ class RankHost:
         return results
 
     def _write(
-        self, receiver: Receiver, storage: LoaderPath, identity: PayloadIdentity, items: Sequence[Item]
+        self, receiver: Receiver, storage: Storage, identity: PayloadIdentity, items: Sequence[Item]
     ) -> list[Effect]:
         started = time.perf_counter()
         try:
@@ -239,7 +239,7 @@ class RankHost:
         self._took(identity.epoch, "apply", started)
         return receiver.write_ended(identity)
 
-    def _synchronise(self, receiver: Receiver, storage: LoaderPath, epoch: int) -> list[Effect]:
+    def _synchronise(self, receiver: Receiver, storage: Storage, epoch: int) -> list[Effect]:
         started = time.perf_counter()
         try:
             storage.synchronise()

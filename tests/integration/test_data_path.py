@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from torch import nn
 
-from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.delivery.folder import FolderDelivery
 from dcr.delivery.interface import payload_key
 from dcr.protocol.identity import Base, Kind, Manifest, encode_manifest, manifest_root

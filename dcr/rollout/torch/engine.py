@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dcr.data_plane.item import TensorSpec
-from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
@@ -36,6 +36,8 @@ class TorchEngine:
         reset_caches: drops what was computed with older weights.
         gate_wait_s: how long a request waits at the closed gate, seconds.
         observe: called with every protocol step of the rank.
+        verify: "dense" to do every application again through the native loader and compare; see
+            :class:`dcr.data_plane.placement.placement.Placement`.
 
     Raises:
         RefusedError: the module has no loader.
@@ -51,6 +53,7 @@ class TorchEngine:
         reset_caches: Callable[[], None] | None = None,
         gate_wait_s: float = 60.0,
         observe: Observer = log_step,
+        verify: str = "",
     ) -> None:
         loader = load_weights or getattr(model, "load_weights", None)
         if loader is None:
@@ -63,8 +66,8 @@ class TorchEngine:
         self._reset = reset_caches
         self._gate = Gate(name, gate_wait_s)
 
-        def storage(specs: Sequence[TensorSpec]) -> LoaderPath:
-            return LoaderPath(model, loader, specs)
+        def storage(specs: Sequence[TensorSpec]) -> Placement:
+            return Placement(model, loader, specs, verify=verify)
 
         def not_loaded() -> str:
             readback = Readback(model)

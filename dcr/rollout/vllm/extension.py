@@ -2,6 +2,9 @@
 
 Used through ``vllm.LLM(worker_extension_cls="dcr.rollout.vllm.extension.DcrWorkerExtension")``; vLLM adds the class to
 the bases of its worker, and each ``dcr_*`` method is called through ``collective_rpc`` in the worker process.
+
+``vllm.LLM(additional_config={"dcr_verify": "dense"})`` has every application done again through vLLM's own loader and
+compared; see :class:`dcr.data_plane.placement.placement.Placement`.
 """
 
 import time
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 
 from dcr.data_plane.item import TensorSpec
-from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.placement.placement import Placement
 from dcr.data_plane.resident import resident_digests
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.vllm.layout import LayoutReport, examine_layout
@@ -47,10 +50,23 @@ class DcrWorkerExtension:
         """The fields of ``LayoutReport``; examined once, before the first refit, and remembered."""
         return asdict(self._dcr_examine())
 
-    def _dcr_storage(self, specs: Sequence[TensorSpec]) -> LoaderPath:
+    def _dcr_storage(self, specs: Sequence[TensorSpec]) -> Placement:
+        import vllm  # noqa: PLC0415  it is loaded in a worker, and slow to import elsewhere
+
         self._dcr_examine().raise_if_repacked()
         model = self.model_runner.get_model()
-        return LoaderPath(model, model.load_weights, specs)
+        config = self.model_runner.vllm_config
+        parallel = config.parallel_config
+        settings = {
+            "vllm": vllm.__version__,
+            "load": repr(config.load_config),
+            "quantization": str(config.model_config.quantization),
+            "parallel": f"rank {parallel.rank} of {parallel.world_size}, expert {parallel.enable_expert_parallel}",
+        }
+        more = config.additional_config
+        verify = more.get("dcr_verify", "") if isinstance(more, dict) else ""
+        sharded = parallel.world_size > 1
+        return Placement(model, model.load_weights, specs, sharded=sharded, verify=verify, settings=settings)
 
     def _dcr_examine(self) -> LayoutReport:
         # All writes go through the storage that _dcr_storage makes, so the model was not refitted at the first call.

@@ -1,4 +1,4 @@
-"""Native loaders of every kind, honest and adversarial, over one small model, and a refit of one through a LoaderPath.
+"""Native loaders of every kind, honest and adversarial, over one small model, and what is learned of each.
 
 A loader here is written for one canonical tensor ``w`` of bfloat16 [8, 6].  The independent answer is always a dense
 load of the target by the same loader into a fresh twin.
@@ -370,7 +370,7 @@ def thread_none(m, w):
     return "none"
 
 
-P, T, S, R = "preserving", "transforming", "skipped", "refused"
+P, T, S, R = "box", "transforming", "skipped", "refused"
 EXPECTED = {
     readback: R,
     item_guard: R,
@@ -408,7 +408,7 @@ EXPECTED = {
     overlapping: R,
     byte_view: R,
     bit_view: P,
-    widen: T,
+    widen: P,
     round_trip: T,
     scale_by_buffer: T,
     table_lookup: P,
@@ -419,7 +419,7 @@ EXPECTED = {
     normalise: R,
     cumulative: R,
     fill_pad: P,
-    fill_first: T,
+    fill_first: P,
     fill_over: R,
     foreach: R,
     out_argument: R,

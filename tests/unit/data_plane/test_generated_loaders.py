@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.loader_path import LoaderPath
-from dcr.data_plane.prewarm import LoaderClass
+from dcr.data_plane.placement.loader_path import LoaderPath
+from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.protocol.errors import RefusedError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8]
@@ -193,7 +193,7 @@ def test_equal_to_a_dense_load_or_refused(program, data):
     for i, (name, a) in enumerate(weights.items()):
         b = loaders.changed(a, program.seed + 50 + i, 0.4)
         cls = learned.classes[name]
-        operations = list(Operation) if cls is LoaderClass.PRESERVING else [Operation.SET]
+        operations = list(Operation) if cls is LoaderClass.BOX else [Operation.SET]
         item = loaders.item(name, a, b, data.draw(st.sampled_from(operations)))
         if cls is LoaderClass.REFUSED:
             before = loaders.state(model)

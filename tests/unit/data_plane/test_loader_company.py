@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from dcr.data_plane.item import Operation, TensorSpec
-from dcr.data_plane.loader_path import LoaderPath, PartialWriteError
-from dcr.data_plane.prewarm import LoaderClass
+from dcr.data_plane.placement.loader_path import LoaderPath
+from dcr.data_plane.resident import PartialWriteError
+from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.protocol.errors import RefusedError
 
 
@@ -227,7 +228,7 @@ COMPANY = [
     (both_from_one_resident, "R R"),
 ]
 CLASSES = {
-    "P": LoaderClass.PRESERVING,
+    "P": LoaderClass.BOX,
     "T": LoaderClass.TRANSFORMING,
     "S": LoaderClass.SKIPPED,
     "R": LoaderClass.REFUSED,
@@ -248,7 +249,7 @@ def test_tensors_in_company(place, expected):
             assert loaders.same(loaders.state(case.model), before)
         else:
             assert case.refit(name)
-        if cls is LoaderClass.PRESERVING:
+        if cls is LoaderClass.BOX:
             assert case.refit(name, Operation.ADD)
             assert case.refit(name, Operation.XOR)
 
@@ -362,7 +363,7 @@ def test_qwen3_moe(rank, ranks, expert_parallel):
     elsewhere = EXPERTS // 2 if expert_parallel and ranks == 2 else 0
     assert classes.pop("mlp.gate.weight") is LoaderClass.TRANSFORMING  # bfloat16 into float32
     assert sum(c is LoaderClass.SKIPPED for c in classes.values()) == 3 * elsewhere
-    assert set(classes.values()) <= {LoaderClass.PRESERVING, LoaderClass.SKIPPED}
+    assert set(classes.values()) <= {LoaderClass.BOX, LoaderClass.SKIPPED}
     for seed, operation in enumerate(Operation, 100):
         new = {n: loaders.changed(w, 2 * seed, 0.1) for n, w in old.items()}
         items = [

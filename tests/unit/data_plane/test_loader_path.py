@@ -5,10 +5,11 @@ import ctypes
 import loaders
 import pytest
 import torch
+from storages import boxes, every, hooked
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.loader_path import LoaderPath, PartialWriteError
-from dcr.data_plane.prewarm import LoaderClass
+from dcr.data_plane.resident import PartialWriteError
+from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.protocol.errors import RefusedError
 
 
@@ -28,11 +29,12 @@ def values(place, seed):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("place", loaders.EXPECTED, ids=lambda f: f.__name__)
-def test_class_and_bits(place):
+@every
+def test_class_and_bits(storage, place):
     a = values(place, 1)
     model = twin(place, a)
     before, outside = loaders.state(model), loaders.raw(loaders.outside)
-    path = LoaderPath(model, loaders.loader(model, place), [loaders.SPEC])
+    path = storage(model, loaders.loader(model, place), [loaders.SPEC])
     learned = path.prewarm()
     assert learned.classes == {"w": loaders.EXPECTED[place]}, learned.reasons
     assert loaders.same(loaders.state(model), before)
@@ -45,7 +47,7 @@ def test_class_and_bits(place):
             path.apply([loaders.item("w", a, b, Operation.SET)])
         assert loaders.same(loaders.state(model), before)
         return
-    operations = list(Operation) if learned.classes["w"] == "preserving" else [Operation.SET]
+    operations = list(Operation) if learned.classes["w"] == "box" else [Operation.SET]
     for n, operation in enumerate(operations):
         b = loaders.changed(a, 10 + n, 0.4)
         copies = path.apply([loaders.item("w", a, b, operation)])
@@ -60,11 +62,12 @@ REFITTED = [f for f, c in loaders.EXPECTED.items() if c in (loaders.P, loaders.T
 
 
 @pytest.mark.parametrize("place", REFITTED, ids=lambda f: f.__name__)
-def test_torn_storage_is_repaired_by_the_complete_changed_set(place):
+@every
+def test_torn_storage_is_repaired_by_the_complete_changed_set(storage, place):
     a = values(place, 3)
     b = loaders.changed(a, 4, 0.5)
     model = twin(place, a)
-    path = LoaderPath(model, loaders.loader(model, place), [loaders.SPEC])
+    path = storage(model, loaders.loader(model, place), [loaders.SPEC])
     path.prewarm().raise_if_refused()
     whole = loaders.item("w", a, b, Operation.SET)
     noise = loaders.raw(loaders.random_bits(loaders.SHAPE, loaders.BF16, 5)).view(-1)[whole.indices]
@@ -77,10 +80,10 @@ def test_torn_storage_is_repaired_by_the_complete_changed_set(place):
     assert loaders.same(loaders.state(model), loaders.state(twin(place, b)))
 
 
-def ready(place=loaders.two_copies, seed=1):
+def ready(storage, place=loaders.two_copies, seed=1):
     a = loaders.random_bits(loaders.SHAPE, loaders.BF16, seed)
     model = twin(place, a)
-    path = LoaderPath(model, loaders.loader(model, place), [loaders.SPEC])
+    path = storage(model, loaders.loader(model, place), [loaders.SPEC])
     path.prewarm().raise_if_refused()
     return model, path, a, loaders.item("w", a, loaders.changed(a, 2, 0.4), Operation.SET)
 
@@ -92,9 +95,10 @@ def refused(path, model, items, match):
     assert loaders.same(loaders.state(model), before)
 
 
-def test_items_are_checked_before_the_first_byte():
-    model, path, _, good = ready()
-    refused(LoaderPath(model, loaders.loader(model, loaders.two_copies), [loaders.SPEC]), model, [good], "prewarm")
+@every
+def test_items_are_checked_before_the_first_byte(storage):
+    model, path, _, good = ready(storage)
+    refused(storage(model, loaders.loader(model, loaders.two_copies), [loaders.SPEC]), model, [good], "prewarm")
     n = good.indices
     for bad, match in [
         (Item(TensorSpec("other", loaders.SHAPE, loaders.BF16), Operation.SET, n, good.values), "other: no such"),
@@ -102,15 +106,18 @@ def test_items_are_checked_before_the_first_byte():
         (Item(TensorSpec("w", loaders.SHAPE, torch.float16), Operation.SET, n, good.values), "does not match"),
         (Item(loaders.SPEC, Operation.SET, n.flip(0), good.values), "strictly increasing"),
         (Item(loaders.SPEC, Operation.SET, n + 48, good.values), "strictly increasing"),
+        (Item(loaders.SPEC, Operation.SET, n - 48, good.values), "strictly increasing"),
+        (Item(loaders.SPEC, Operation.ADD, n[-1:], good.values[:1]), "index in common"),
     ]:
         refused(path, model, [good, bad], match)
     assert path.apply([]) == 0
     assert path.apply([Item(loaders.SPEC, Operation.ADD, n[:0], good.values[:0])]) == 0
 
 
+@every
 @pytest.mark.parametrize("operation", [Operation.ADD, Operation.XOR])
-def test_relative_items_need_a_preserving_loader(operation):
-    model, path, a, _ = ready(loaders.composed)
+def test_relative_items_need_a_loader_that_keeps_bits(storage, operation):
+    model, path, a, _ = ready(storage, loaders.composed)
     refused(path, model, [loaders.item("w", a, loaders.changed(a, 2, 0.4), operation)], "only set")
 
 
@@ -132,8 +139,9 @@ def remove(model):
 
 
 @pytest.mark.parametrize("move", [rebind_data, rebind_parameter, change_dtype, remove])
-def test_storage_that_moved_since_prewarm_is_refused(move):
-    model, path, _, good = ready()
+@every
+def test_storage_that_moved_since_prewarm_is_refused(storage, move):
+    model, path, _, good = ready(storage)
     held = path.fingerprint()
     assert held == path.fingerprint()
     move(model)
@@ -141,8 +149,9 @@ def test_storage_that_moved_since_prewarm_is_refused(move):
     refused(path, model, [good], "since prewarm")
 
 
-def test_a_changed_table_that_the_loader_consults_is_refused():
-    model, path, _, good = ready(loaders.table_lookup)
+@every
+def test_a_changed_table_that_the_loader_consults_is_refused(storage):
+    model, path, _, good = ready(storage, loaders.table_lookup)
     model.table[0] = 0
     refused(path, model, [good], "consults")
     model.table[0] = 3
@@ -199,7 +208,7 @@ def test_a_loader_that_changes_its_mind(mood, error):
     b = loaders.changed(a, 2, 0.4)
     with torch.no_grad():
         load([("w", a)])
-    path = LoaderPath(load.model, load, [loaders.SPEC])
+    path = hooked(load.model, load, [loaders.SPEC])
     path.prewarm().raise_if_refused()
     before = loaders.state(load.model)
     load.mood = mood
@@ -218,7 +227,8 @@ def test_a_loader_that_changes_its_mind(mood, error):
     assert loaders.same(loaders.state(load.model), loaders.state(fresh.model))
 
 
-def test_writes_are_executed_and_undone_where_a_loader_insists_on_them():
+@every
+def test_writes_are_executed_and_undone_where_a_loader_insists_on_them(storage):
     """Withheld, the loader fails; executed, it succeeds; afterwards every bit is what it was."""
     model = loaders.Model()
 
@@ -230,8 +240,8 @@ def test_writes_are_executed_and_undone_where_a_loader_insists_on_them():
         return {"p"}
 
     before = loaders.state(model)
-    path = LoaderPath(model, load, [loaders.SPEC])
-    assert path.prewarm().classes == {"w": LoaderClass.PRESERVING}
+    path = storage(model, load, [loaders.SPEC])
+    assert path.prewarm().classes == {"w": LoaderClass.BOX}
     assert loaders.same(loaders.state(model), before)
     b = loaders.random_bits(loaders.SHAPE, loaders.BF16, 1)
     path.apply([loaders.item("w", torch.zeros(loaders.SHAPE, dtype=loaders.BF16), b, Operation.XOR)])
@@ -253,7 +263,7 @@ def test_a_loader_that_writes_through_an_address_is_refused_and_undone(insists):
         return {"p"}
 
     before = loaders.state(model)
-    learned = LoaderPath(model, load, [loaders.SPEC]).prewarm()
+    learned = boxes(model, load, [loaders.SPEC]).prewarm()
     assert learned.classes == {"w": LoaderClass.REFUSED}
     assert "past the watch" in learned.reasons["w"]
     assert loaders.same(loaders.state(model), before)
@@ -269,10 +279,11 @@ def test_a_write_through_an_address_without_values_is_noticed():
         return {"p"}
 
     with pytest.raises(PartialWriteError, match="restore"):
-        LoaderPath(model, load, [loaders.SPEC]).prewarm()
+        boxes(model, load, [loaders.SPEC]).prewarm()
 
 
-def test_narrowing_nan_gives_the_bits_of_a_dense_load():
+@every
+def test_narrowing_nan_gives_the_bits_of_a_dense_load(storage):
     """Which NaN a cast to bfloat16 yields depends on the strides of its target, on some processors."""
     spec = TensorSpec("w", loaders.SHAPE, torch.float32)
 
@@ -293,22 +304,23 @@ def test_narrowing_nan_gives_the_bits_of_a_dense_load():
     a = torch.where(torch.arange(48).view(8, 6) % 3 == 0, nan, torch.ones(loaders.SHAPE))
     b = torch.where(torch.arange(48).view(8, 6) % 2 == 0, nan, torch.zeros(loaders.SHAPE))
     model = dense(a)
-    path = LoaderPath(model, lambda ws: place(model, ws), [spec])
+    path = storage(model, lambda ws: place(model, ws), [spec])
     assert path.prewarm().classes == {"w": LoaderClass.TRANSFORMING}
     path.apply([loaders.item("w", a, b, Operation.SET)])
     assert loaders.same(loaders.state(model), loaders.state(dense(b)))
 
 
-def test_two_owners_items_of_one_tensor():
-    model, path, a, _ = ready()
+@every
+def test_two_owners_items_of_one_tensor(storage):
+    model, path, a, _ = ready(storage)
     b = loaders.changed(a, 9, 0.6)
     whole = loaders.item("w", a, b, Operation.XOR)
     parts = [Item(loaders.SPEC, Operation.XOR, whole.indices[k::2], whole.values[k::2]) for k in (0, 1)]
-    assert path.apply(parts) == 4
+    assert path.apply(parts) == 2
     assert loaders.same(loaders.state(model), loaders.state(twin(loaders.two_copies, b)))
 
 
 def test_names_given_twice():
     model = loaders.Model()
     with pytest.raises(RefusedError, match="given twice"):
-        LoaderPath(model, loaders.loader(model, loaders.widen), [loaders.SPEC, loaders.SPEC]).prewarm()
+        boxes(model, loaders.loader(model, loaders.widen), [loaders.SPEC, loaders.SPEC]).prewarm()

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.data_plane.payload import encode_payload, payload_digest
 from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, encode_manifest, manifest_root
 from dcr.protocol.messages import OpenApply, Prepare

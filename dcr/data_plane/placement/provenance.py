@@ -4,6 +4,7 @@ Views of a canonical tensor share its storage, so that their offset and strides 
 mask of the same geometry, made by doing to the mask what was done to the values.  Values are never looked at.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -88,11 +89,15 @@ class Provenance:
 
     def __init__(self) -> None:
         self._shadows: dict[int, _Shadow] = {}
-        self._steps = 0
+        self._steps: Counter[frozenset[str]] = Counter()
 
     def begin(self) -> None:
-        """Start a load call: steps are numbered from 0, so that equal calls give equal lineages."""
-        self._steps = 0
+        """Start a load call: the steps of every tensor are numbered from 1, so that equal calls give equal lineages."""
+        self._steps.clear()
+
+    def forget(self) -> None:
+        """Let go of every shadow, and of the storages that they keep alive."""
+        self._shadows.clear()
 
     def track(self, name: str, tensor: torch.Tensor, mask: torch.Tensor) -> None:
         """Make a tensor the canonical tensor ``name``; ``mask`` is bool, one for every element of its storage."""
@@ -152,7 +157,7 @@ class Provenance:
         rest = args[1:2] if operation == "constant_pad_nd" else args[1:]
         mask = getattr(torch.ops.aten, operation)(masks if isinstance(args[0], (list, tuple)) else masks[0], *rest)
         steps = _steps(operation, list(sources.values()), scalars)
-        self.assign(out, Source(mask, ("moved", self._number()), origins, steps, direct=False))
+        self.assign(out, Source(mask, ("moved", *self._number(origins)), origins, steps, direct=False))
 
     def assign(self, t: torch.Tensor, source: Source | None) -> None:
         """Record that a temporary now holds elements of ``source`` (None: constants)."""
@@ -180,15 +185,16 @@ class Provenance:
             t.itemsize,
             flat,
             _layout(t) if whole else None,
-            source.lineage if whole and source else ("written", self._number()),
+            source.lineage if whole and source else ("written", *self._number(origins)),
             origins,
             steps,
             direct=False,
         )
 
-    def _number(self) -> int:
-        self._steps += 1
-        return self._steps
+    def _number(self, origins: frozenset[str]) -> tuple[str, int]:
+        """Of a step with elements of one tensor; does not depend on which other tensors are loaded."""
+        self._steps[origins] += 1
+        return _names(origins), self._steps[origins]
 
 
 def combine(operation: str, sources: list[Source], shape: tuple[int, ...], scalars: tuple[Any, ...]) -> Source:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcr.data_plane.bits import bit_view, bits_dtype
-from dcr.data_plane.provenance import ELEMENTWISE, Provenance, Source, UntraceableError, combine, storage_id
+from dcr.data_plane.placement.provenance import ELEMENTWISE, Provenance, Source, UntraceableError, combine, storage_id
 from dcr.data_plane.region import Region
 from dcr.data_plane.resident import Residents
 from dcr.protocol.errors import RefusedError
@@ -30,6 +30,7 @@ class Write:
         steps: the operations between the canonical tensor and the copy.
         direct: the copy's input is a view of the canonical tensor's storage.
         dtype: the dtype of the copy's input.
+        view: of a direct copy, offset and strides, in elements, of its input seen in the shape of ``region``.
     """
 
     region: Region
@@ -39,6 +40,7 @@ class Write:
     steps: tuple[str, ...] = ()
     direct: bool = False
     dtype: torch.dtype | None = None
+    view: tuple[int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class WriteWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # to
     by :class:`Provenance`; what cannot be followed goes to :meth:`refuse`.
 
     Attributes:
-        consulted: resident memory that was read and is not a region written in the same call.
+        current: the canonical tensor that the loader was given last; empty before the first.
+        consulted: resident memory that was read and is not a region written in the same call, and ``current`` then.
         refused_regions: resident memory that a refused operation would have written.
     """
 
@@ -100,7 +103,8 @@ class WriteWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # to
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own constructor
         self.residents = residents
         self.provenance = Provenance()
-        self.consulted: set[Region] = set()
+        self.current = ""
+        self.consulted: set[tuple[str, Region]] = set()
         self.refused_regions: set[Region] = set()
         self._written: dict[Region, Source] = {}
         self._fresh: dict[int, torch.UntypedStorage] = {}
@@ -121,12 +125,24 @@ class WriteWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # to
 
     # The watch itself.
 
+    def give(self, name: str, tensor: torch.Tensor, mask: torch.Tensor) -> None:
+        """Note that the loader is given the canonical tensor ``name``; ``mask`` as :meth:`Provenance.track` has it."""
+        self.current = name
+        self.provenance.track(name, tensor, mask)
+
+    def forget(self) -> None:
+        """Let go of all that is known of this call's tensors; for a loader that keeps nothing of what it was given."""
+        self.provenance.forget()
+        self._written.clear()
+        self._fresh.clear()
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch one load call."""
         self.provenance.begin()
         self._written.clear()
         self.consulted.clear()
+        self.current = ""
         with torch.no_grad(), _RawMemoryGuard(self), self:
             yield
         self._written.clear()
@@ -164,7 +180,7 @@ class WriteWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # to
             return self.provenance.source(tensor)
         region = Region.of(tensor)
         if region not in self._written:
-            self.consulted.add(region)
+            self.consulted.add((self.current, region))
         return self._written.get(region)
 
     def _name(self, tensor: torch.Tensor) -> str:
@@ -263,7 +279,10 @@ class WriteWatch(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # to
             raise UntraceableError(
                 source.origins | earlier.origins, f"writes {self._name(dst)} twice, from different elements"
             )
-        self.copy(Write(region, None, source.lineage, origin, source.steps, source.direct, src.dtype), dst, src, source)
+        seen = src.expand(dst.shape)
+        view = (int(seen.storage_offset()), seen.stride()) if source.direct else None
+        write = Write(region, None, source.lineage, origin, source.steps, source.direct, src.dtype, view)
+        self.copy(write, dst, src, source)
         self._written[region] = Source(source.mask, source.lineage, source.origins, source.steps, direct=False)
 
     def _resident_fill(self, dst: torch.Tensor, value: Any) -> None:

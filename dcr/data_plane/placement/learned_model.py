@@ -1,0 +1,148 @@
+"""A model and what was learned of its loader: which items may be applied, and whether the ground still holds."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.placement.fingerprint import describe, fingerprint
+from dcr.data_plane.placement.hooked_load import HookedLoad, Progress, Scratch
+from dcr.data_plane.placement.learning import learn
+from dcr.data_plane.placement.prewarm import Load, LoadCall, LoaderClass, Prewarm
+from dcr.data_plane.resident import Residents
+from dcr.protocol.errors import RefusedError
+
+
+class LearnedModel:
+    """What every way to apply items shares.
+
+    Args:
+        model: the runtime's model on this rank, loaded or not.
+        load: its native loader; called in the calling thread, given host tensors.
+        specs: every canonical tensor of the checkpoint, in the order of a dense load.
+        settings: what else the loader depends on, in words, such as library versions; part of the fingerprint.
+    """
+
+    def __init__(self, model: nn.Module, load: Load, specs: Sequence[TensorSpec], settings: Mapping[str, str]) -> None:
+        self._model = model
+        self._load = load
+        self._order = tuple(specs)
+        self._specs = {s.name: s for s in specs}
+        self._settings = {"torch": torch.__version__, **settings}
+        self._scratch = Scratch()
+        self._residents = Residents(model)
+        self._described: dict[str, str] = {}
+        self._fingerprint = ""
+        self._prewarm: Prewarm | None = None
+        self._known: dict[str, tuple[TensorSpec, LoaderClass]] = {}
+
+    @property
+    def residents(self) -> Residents:
+        """The storage as it was at the last prewarm."""
+        return self._residents
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every canonical tensor by name."""
+        return self._specs
+
+    def learn(self) -> Prewarm:
+        """Learn anew; raises what :func:`dcr.data_plane.placement.learning.learn` raises."""
+        self._prewarm, self._known = None, {}
+        learned = learn(self._model, self._load, self._order)
+        self._residents = Residents(self._model)
+        self._described = describe(self._residents)
+        self._fingerprint = fingerprint(self._described, self._residents, learned.consulted, self._settings)
+        self._known = {name: (spec, learned.classes[name]) for name, spec in self._specs.items()}
+        self._prewarm = learned
+        return learned
+
+    def hooked(self, calls: Iterable[LoadCall]) -> list[HookedLoad]:
+        """The calls, ready to be repeated; they share one scratch."""
+        assert self._prewarm is not None
+        learned = self._prewarm.learned
+        held, load, specs, scratch = self._residents, self._load, self._specs, self._scratch
+        return [HookedLoad(held, load, call, specs, learned, scratch=scratch) for call in calls]
+
+    def fingerprint(self) -> str:
+        """Digest of everything the learned writes rest on, hexadecimal; reads the model anew.
+
+        Of every resident tensor name, address, shape, strides, dtype, device, class and loader attributes; the bits of
+        resident memory that the loader consults, such as expert maps; library versions and loader settings.
+        """
+        now = Residents(self._model)
+        described = describe(now)
+        held = self._prewarm is not None and described == self._described
+        consulted = self._prewarm.consulted if held and self._prewarm is not None else frozenset()
+        return fingerprint(described, now, consulted, self._settings)
+
+    def check_storage(self) -> None:
+        """RefusedError if what was learned rests on something that is not as it was."""
+        if self._prewarm is None or self.fingerprint() == self._fingerprint:
+            return
+        old, new = self._described, describe(Residents(self._model))
+        moved = sorted(
+            set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)}
+        )
+        what = moved[0] if moved else "resident memory that the loader consults"
+        raise RefusedError(f"{what} moved, was rebound or changed since prewarm; nothing was written, prewarm again")
+
+    def check_bindings(self, progress: Progress) -> None:
+        """After a load call: raise if the loader has bound other memory to a name."""
+        if rebound := self._residents.rebound():
+            raise progress.error(rebound[0], "the loader has bound other memory to the name")
+
+    def admit(self, items: Sequence[Item]) -> list[Item]:
+        """The items that have entries and a place here; RefusedError if one may not be applied.
+
+        Whether indices are in order is left to be checked.
+        """
+        if self._prewarm is None:
+            raise RefusedError(f"item {items[0].spec.name if items else ''}: call prewarm before apply")
+        admitted = []
+        known = self._known
+        for item in items:
+            mine = known.get(item.spec.name)
+            if mine is None or not (item.spec is mine[0] or item.spec == mine[0]):
+                raise self._mismatch(item)
+            cls = mine[1]
+            if cls is LoaderClass.REFUSED:
+                why = self._prewarm.reasons[item.spec.name]
+                raise RefusedError(f"item {item.spec.name}: cannot be refitted in place: {why}")
+            if cls is LoaderClass.TRANSFORMING and item.operation is not Operation.SET:
+                raise RefusedError(
+                    f"item {item.spec.name}: {item.operation} through a transforming loader; only set is exact"
+                )
+            if cls is not LoaderClass.SKIPPED and item.indices.numel():
+                admitted.append(item)
+        return admitted
+
+    def _mismatch(self, item: Item) -> RefusedError:
+        name, spec = item.spec.name, self._specs.get(item.spec.name)
+        if spec is None:
+            return RefusedError(f"item {name}: no such canonical tensor in this checkpoint")
+        return RefusedError(
+            f"item {name}: {item.spec.dtype} {item.spec.shape} does not match {spec.dtype} {spec.shape}"
+        )
+
+    def synchronise(self) -> None:
+        """See :meth:`Storage.synchronise`."""
+        for device in {s.storage.device for s in self._residents.spans if s.storage.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+
+
+def check_disjoint(items: Sequence[Item]) -> None:
+    """RefusedError if two items of one tensor, whose indices are in order, have an index in common."""
+    if len({item.spec.name for item in items}) == len(items):
+        return
+    several = {name for name, count in Counter(item.spec.name for item in items).items() if count > 1}
+    indices: dict[str, list[torch.Tensor]] = {name: [] for name in several}
+    for item in items:
+        if item.spec.name in several:
+            indices[item.spec.name].append(item.indices.cpu())
+    for name, parts in indices.items():
+        merged = torch.cat(parts).sort().values
+        if bool((merged[1:] == merged[:-1]).any()):
+            raise RefusedError(f"item {name}: two items have an index in common; nothing was written")

@@ -1,0 +1,36 @@
+"""What a rank host does with resident storage, however it is reached."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dcr.data_plane.item import Item
+from dcr.data_plane.placement.prewarm import Prewarm
+
+
+class Storage(Protocol):
+    """Resident storage of one rank, refitted in place.  Calls come one at a time."""
+
+    def prewarm(self) -> Prewarm:
+        """Learn what the native loader does with every canonical tensor; changes no resident bit."""
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of everything that what was learned rests on; cheap enough for every transition."""
+
+    def apply(self, items: Sequence[Item]) -> int:
+        """Apply items in place.
+
+        Every item is checked before the first byte is written.
+
+        Args:
+            items: of any canonical tensors; those of one tensor have no index in common.
+
+        Returns:
+            How many of the items have entries and a place on this rank.
+
+        Raises:
+            RefusedError: an item, or the state of the storage, is not what prewarm learned; nothing was written.
+            PartialWriteError: the same, noticed after the first byte was written.
+        """
+
+    def synchronise(self) -> None:
+        """Wait until every write has reached resident storage; raises what a write raised on an accelerator."""
