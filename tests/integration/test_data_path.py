@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from torch import nn
 
-from dcr.data_plane.placement.loader_path import LoaderPath
+from dcr.data_plane.placement.placement import Placement
 from dcr.delivery.folder import FolderDelivery
 from dcr.delivery.interface import payload_key
 from dcr.protocol.identity import Base, Kind, Manifest, encode_manifest, manifest_root
@@ -171,7 +171,9 @@ class DataPath:
         digest = self.source.baseline_digest
         assert digest is not None
         self.baseline = digest.hex()
-        self.host = RankHost(lambda specs: LoaderPath(self.model, self.model.load_weights, specs), state_incarnation=1)
+        self.host = RankHost(
+            lambda specs: Placement(self.model, self.model.load_weights, specs, sharded=True), state_incarnation=1
+        )
         specs = tuple(WireSpec.of(s) for s in self.source.specs)
         (attached,) = self.call(Attach("a", "r", specs, self.baseline if loaded else "")).results
         assert attached.refused == {}

@@ -9,7 +9,6 @@ from dcr.data_plane.index_map import Box
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.kernels.box_table import BoxTable, PlacedBox, PlacedTensor
 from dcr.data_plane.kernels.interface import Kernels
-from dcr.data_plane.kernels.numba_cpu import NumbaKernels
 from dcr.data_plane.kernels.records import Records
 from dcr.data_plane.kernels.reference import ReferenceKernels
 from dcr.data_plane.resident import Span
@@ -30,6 +29,10 @@ def kernels_for(spans: Sequence[Span]) -> Kernels:
     if any(span.storage.device.type != "cpu" for span in spans):
         return ReferenceKernels(spans)
     if not _tried:
+        # Imported when it is needed: vLLM on a CPU cannot start in a process that has imported llvmlite, since it takes
+        # ``vars()`` of every module's every attribute, and one of llvmlite's gives no dictionary.
+        from dcr.data_plane.kernels.numba_cpu import NumbaKernels  # noqa: PLC0415
+
         kernels = NumbaKernels()
         _try(kernels)
         _tried.append(kernels)

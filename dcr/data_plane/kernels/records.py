@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from dcr.data_plane.item import Item, Operation
-from dcr.data_plane.kernels import compiled
 from dcr.data_plane.kernels.box_table import Ints
 
-ACTIONS = {Operation.SET: compiled.SET, Operation.XOR: compiled.XOR, Operation.ADD: compiled.ADD}
+ACTIONS = {Operation.SET: 0, Operation.XOR: 1, Operation.ADD: 2}
+"""Operations as numbers."""
 
 
 @dataclass(frozen=True)

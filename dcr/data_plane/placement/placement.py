@@ -21,6 +21,7 @@ from dcr.data_plane.placement.shadow import Shadow
 from dcr.data_plane.placement.write_watch import Write
 from dcr.protocol.errors import RefusedError
 
+
 class Placement:
     """Storage of one rank, reached through learned boxes at the cost of the changed elements.
 
@@ -40,8 +41,8 @@ class Placement:
     ``verify="dense"`` is for finding out, not for serving: every call saves the memory blocks that it may touch,
     applies the items by boxes, saves the result, puts the old bits back, applies the same items through the native
     loader in one call over all canonical tensors, and compares.  Storage then holds what the loader wrote.  It costs
-    two copies of those blocks and a dense load a call; what transforms goes through the loader both times, so only boxes and
-    constants are checked independently.
+    two copies of those blocks and a dense load a call; what transforms goes through the loader both times, so only
+    boxes and constants are checked independently.
 
     Args:
         model: the runtime's model on this rank, loaded or not.

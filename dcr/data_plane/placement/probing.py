@@ -85,13 +85,14 @@ class _LearnWatch(WriteWatch):  # type: ignore[no-untyped-call]  # torch's own h
         super().__init__(residents)
         self.steps: list[tuple[str, Write]] = []
         self.streams = True
+        self.exhausted = False  # whether the loader has asked for more than there are
         self.refusals: list[Refusal] = []
         self._execute = execute
         self._journal: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def copy(self, write: Write, dst: torch.Tensor, src: torch.Tensor, source: Source) -> None:  # noqa: ARG002 - the mask is for applying
         self.steps.append((write.origin, write))
-        self.streams = self.streams and write.origin == self.current
+        self.streams = self.streams and write.origin == self.current and not self.exhausted
         if self._execute:
             self._journalled(dst, lambda: dst.copy_(src))
 
@@ -148,6 +149,7 @@ class Prober:
                 probe = _probe(spec, seed) if mode.real else torch.empty(spec.shape, dtype=spec.dtype, device="meta")
                 watch.give(spec.name, probe, torch.zeros(spec.numel, dtype=torch.bool, device=probe.device))
                 yield spec.name, probe
+            watch.exhausted = True
 
         with count_started_threads() as threads:
             try:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
+from storages import EVERY, boxes
 from torch import nn
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.protocol.errors import RefusedError
 
@@ -170,13 +170,13 @@ def weights_of(program):
     return {s.name: loaders.random_bits(s.shape, s.dtype, program.seed + i) for i, s in enumerate(program.specs)}
 
 
-def prewarmed(program):
+def prewarmed(program, storage=boxes):
     weights = weights_of(program)
     model = loadable(program, weights)
     if model is None:
         return None
     before = loaders.state(model)
-    path = LoaderPath(model, model.load_weights, program.specs)
+    path = storage(model, model.load_weights, program.specs)
     learned = path.prewarm()
     assert loaders.same(loaders.state(model), before)
     return model, path, learned, weights
@@ -185,7 +185,7 @@ def prewarmed(program):
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(programs(), st.data())
 def test_equal_to_a_dense_load_or_refused(program, data):
-    ready = prewarmed(program)
+    ready = prewarmed(program, data.draw(st.sampled_from(EVERY)))
     if ready is None:
         return
     model, path, learned, weights = ready

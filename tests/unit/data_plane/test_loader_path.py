@@ -8,8 +8,8 @@ import torch
 from storages import boxes, every, hooked
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.resident import PartialWriteError
 from dcr.data_plane.placement.prewarm import LoaderClass
+from dcr.data_plane.resident import PartialWriteError
 from dcr.protocol.errors import RefusedError
 
 

@@ -1,13 +1,14 @@
 """A rank's host that holds version 0, and the payloads and manifests of one candidate."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.data_plane.payload import encode_payload, payload_digest
+from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, encode_manifest, manifest_root
 from dcr.protocol.messages import OpenApply, Prepare
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared
@@ -42,6 +43,7 @@ class Rank:
     loaded: str = LOADED
     epoch: int = 1
     mood: list = field(default_factory=list)
+    storage: Callable = Placement
 
     def __post_init__(self):
         self.policy = Policy()
@@ -55,7 +57,7 @@ class Rank:
             return self.model.load_weights(weights)
 
         specs = tuple(WireSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.old.items())
-        self.host = RankHost(lambda s: LoaderPath(self.model, load, s), state_incarnation=3)
+        self.host = RankHost(lambda s: self.storage(self.model, load, s), state_incarnation=3)
         self.attach = Attach("a", "r", specs, self.loaded)
         self.attached = self.call(self.attach).results[0]
         for name in ("embed", "q"):

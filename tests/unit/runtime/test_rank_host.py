@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from rank import EMBED, LOADED, OWNERS, Rank, acknowledged, failed
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import OpenApply
 from dcr.protocol.receiver import PrepareRank, RankStaged
@@ -222,7 +223,7 @@ def test_contradictions_fail_the_attempt_and_the_next_one_repairs_it(sent, named
 
 
 def test_a_loader_that_fails_midway_tears_and_is_named_and_a_later_epoch_repairs():
-    rank = Rank()
+    rank = Rank(storage=LoaderPath)
     rank.open()
     rank.call(rank.requests[0])
     rank.mood.append("out of luck")
@@ -439,7 +440,7 @@ def test_a_stage_that_is_fenced_is_dropped_and_storage_stays_clean(by):
 
 
 def test_a_loader_that_fails_in_the_middle_of_a_stage_lets_go_of_the_rest():
-    rank = Rank()
+    rank = Rank(storage=LoaderPath)
     rank.prepare(stage=True)
     for r in rank.requests:
         rank.call(r)

@@ -1,0 +1,72 @@
+"""What a bench script prints: rows against the paper, peers and our aims, as a table or as one JSON line."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured claim.
+
+    Attributes:
+        claim: what is measured, with the sizes it was measured at.
+        measured: the figure.
+        unit: of all figures.
+        paper: the paper's figure, if it has one.
+        peer: the best peer's, if there is one.
+        aim: ours; None if the figure is only reported.
+        at_least: whether more is better.
+    """
+
+    claim: str
+    measured: float
+    unit: str
+    paper: float | None = None
+    peer: float | None = None
+    aim: float | None = None
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the aim is met; None without one."""
+        if self.aim is None:
+            return None
+        return self.measured >= self.aim if self.at_least else self.measured <= self.aim
+
+    def json(self) -> dict[str, object]:
+        """The fields that other programs read."""
+        fields = asdict(self)
+        del fields["at_least"]
+        return {**fields, "met": self.met}
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that every script takes."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
+    return made
+
+
+def report(bench: str, rows: Sequence[Row], not_measured: Sequence[str], *, as_json: bool) -> None:
+    """Print the rows, and what they say nothing about."""
+    if as_json:
+        print(json.dumps({"bench": bench, "rows": [row.json() for row in rows], "not_measured": list(not_measured)}))
+        return
+    heads = ("claim", "measured", "unit", "paper", "peer", "aim", "met")
+    lines = [heads, *(tuple(_shown(row.json()[head]) for head in heads) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    print(bench)
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    for text in not_measured:
+        print(f"not measured: {text}")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
