@@ -14,7 +14,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 SET, XOR, ADD = 0, 1, 2
-"""As in :data:`dcr.data_plane.kernels.records.ACTIONS`, which may not be read from here."""
+"""As :attr:`dcr.data_plane.kernels.records.Records.numbers` has them, which may not be read from here."""
 
 
 def _compiled(function: Callable[..., Any]) -> Any:

@@ -17,11 +17,9 @@ from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.kernels import compiled
 from dcr.data_plane.kernels.box_table import BoxTable, Ints
 from dcr.data_plane.kernels.interface import BoxContent
-from dcr.data_plane.kernels.records import ACTIONS, Records
+from dcr.data_plane.kernels.records import Records
 
 T = TypeVar("T")
-
-assert tuple(ACTIONS.values()) == (compiled.SET, compiled.XOR, compiled.ADD)
 
 _GRAIN = 1 << 13
 """Entries, or elements, below which a thread of its own does not pay."""

@@ -5,13 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
-
 from dcr.data_plane.item import Item, Operation
 from dcr.data_plane.kernels.box_table import Ints
-
-ACTIONS = {Operation.SET: 0, Operation.XOR: 1, Operation.ADD: 2}
-"""Operations as numbers."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +24,31 @@ class Records:
     @classmethod
     def of(cls, tensors: Sequence[int], items: Sequence[Item]) -> "Records":
         """Records of items from anywhere; those that are not contiguous on the host are copied."""
-        return cls(tensors, [item if _ready(item) else _moved(item) for item in items])
+        if not all(item.indices.is_contiguous() and item.values.is_contiguous() for item in items) or not all(
+            item.indices.is_cpu and item.values.is_cpu for item in items
+        ):
+            items = [_moved(item) for item in items]
+        return cls(tensors, items)
 
     @cached_property
     def numbers(self) -> Ints:
         """Shape [5, items]: tensor number, entries, action, addresses of the indices and of the values."""
-        rows = [
-            (tensor, item.indices.numel(), ACTIONS[item.operation], item.indices.data_ptr(), item.values.data_ptr())
-            for tensor, item in zip(self.tensors, self.items, strict=True)
-        ]
-        return np.array(rows, np.int64).reshape(-1, 5).T.copy()
+        # A column at a time: this is most of what an item costs, and a bucket may hold thousands.
+        columns = (
+            self.tensors,
+            [item.indices.numel() for item in self.items],
+            [_action(item.operation) for item in self.items],
+            [item.indices.data_ptr() for item in self.items],
+            [item.values.data_ptr() for item in self.items],
+        )
+        return np.array([np.array(column, np.int64) for column in columns])
 
 
-def _ready(item: Item) -> bool:
-    i, v = item.indices, item.values
-    return i.is_contiguous() and v.is_contiguous() and i.is_cpu and v.is_cpu
+def _action(operation: Operation) -> int:
+    # Not looked up: the hash of an enumeration's member is a Python function.
+    return 0 if operation is Operation.SET else 1 if operation is Operation.XOR else 2
 
 
 def _moved(item: Item) -> Item:
-    def on_host(t: torch.Tensor) -> torch.Tensor:
-        return t.cpu().contiguous()
-
-    return Item(item.spec, item.operation, on_host(item.indices), on_host(item.values))
+    indices, values = (t.cpu().contiguous() for t in (item.indices, item.values))
+    return Item(item.spec, item.operation, indices, values)
