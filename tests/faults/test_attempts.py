@@ -240,12 +240,12 @@ def test_a_node_agent_that_restarts_between_two_payloads_is_mended_absolutely(fl
 # ---------------------------------------------------------------- loaders
 
 
-class Widened(Served):
-    """Holds the embedding as float32: a loader that transforms it."""
+class Doubled(Served):
+    """Holds the embedding as float64: a loader that transforms it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = torch.nn.Parameter(torch.zeros(64, 24), requires_grad=False)
+        self.embed = torch.nn.Parameter(torch.zeros(64, 24, dtype=torch.float64), requires_grad=False)
 
 
 class Mixed(Served):
@@ -263,14 +263,14 @@ class Mixed(Served):
 
 
 def test_engines_with_different_loaders_get_set_where_one_needs_it(fleet: Fleet) -> None:
-    plain, widened = fleet.engine("plain"), fleet.engine("widened", Widened)
+    plain, doubled = fleet.engine("plain"), fleet.engine("doubled", Doubled)
     fleet.check(plain)
-    fleet.check(widened)
+    fleet.check(doubled)
     fleet.step(rate=0.5)
     report = fleet.push()
-    assert (report.kind, report.members) == ("relative", ("plain", "widened"))
+    assert (report.kind, report.members) == ("relative", ("plain", "doubled"))
     fleet.check(plain)
-    fleet.check(widened)
+    fleet.check(doubled)
     sent: dict[str, set[Operation]] = {}
     for path in fleet.objects(fleet.record().epoch):
         for item in read_header(path.read_bytes()).items:

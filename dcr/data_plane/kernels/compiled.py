@@ -190,7 +190,7 @@ def _sum_row(memory, at, step, index, stride, count, widened, keys, total):
     k0, k1, k2, k3 = keys[0], keys[1], keys[2], keys[3]
     high, upper, lower, dirty = total[0], total[1], total[2], total[3]
     half = np.uint64(0xFFFFFFFF)
-    if step == 1 and stride == 1:  # the usual row, which vectorises
+    if step == 1 and stride == 1 and widened == 0:  # the usual row, which vectorises
         for i in range(count):
             word, number = np.uint64(memory[np.uint64(at + i)]), np.uint64(index + i)
             low = _splitmix(_splitmix(number ^ k0) ^ k1 ^ word)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
 from dcr.data_plane.item import Item, Operation
 from dcr.data_plane.kernels.box_table import Ints
 
