@@ -1,4 +1,4 @@
-"""Kernels of every backend against dictionaries and plain torch: random boxes, operations, widths, and hostile items."""
+"""Kernels of every backend against dictionaries and plain torch: random boxes, operations, widths, hostile items."""
 
 import random
 import threading
@@ -171,9 +171,8 @@ def test_indices_out_of_order_are_found_wherever_they_are(backend, seed, fault, 
     n = 50_000
     specs = [TensorSpec(f"w{i}", (3 * n,), torch.uint8) for i in range(3)]
     table = BoxTable.of([PlacedTensor(3 * n, 1, ())] * 3)
-    items = []
-    for spec in specs:
-        items.append(Item(spec, Operation.SET, torch.arange(0, 3 * n, 3), torch.zeros(n, dtype=torch.uint8)))
+    nothing = torch.zeros(n, dtype=torch.uint8)
+    items = [Item(spec, Operation.SET, torch.arange(0, 3 * n, 3), nothing) for spec in specs]
     bad = random.Random(seed).randrange(3)
     indices = items[bad].indices.clone()
     if fault in ("twice", "back"):
