@@ -12,6 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dcr.data_plane.bits import bit_view
+from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.rollout import cpu_vllm
 from dcr.rollout.checkpoint import read_checkpoint
@@ -72,12 +73,14 @@ def attach(engine, checkpoint):
     return decode_answer(engine.rank_call(encode(Attach(engine.name, "record", specs, ""))))
 
 
-def refit(worker, old, new, operation):
+def refit(worker, old, new, operation, verify=""):
     """Run in a worker: apply the changed elements between two checkpoints; returns how many there are."""
     operation = Operation(operation)  # arrives as a plain string
+    worker.model_runner.vllm_config.additional_config["dcr_verify"] = verify
     before = dict(read_checkpoint(old))
     storage = worker._dcr_storage(specs_of(old))
     storage.prewarm().raise_if_refused()
+    assert_holds(storage, old)
     items = []
     for name, tensor in read_checkpoint(new):
         was, now = bit_view(before[name]).flatten(), bit_view(tensor).flatten()
@@ -86,7 +89,19 @@ def refit(worker, old, new, operation):
         items.append(Item(TensorSpec(name, tuple(tensor.shape), tensor.dtype), operation, changed, values))
     storage.apply(items)
     storage.synchronise()
+    assert_holds(storage, new)
     return sum(item.entries for item in items)
+
+
+def assert_holds(storage, checkpoint):
+    """A rank that is alone holds this checkpoint, read back through its boxes; none of these models transforms."""
+    found = storage.readback()
+    assert found.wrong == {}
+    assert found.unread == ()
+    held = {name: sum((h.digest for h in extents), ContentDigest()) for name, extents in found.held.items()}
+    for spec, (name, tensor) in zip(specs_of(checkpoint), read_checkpoint(checkpoint), strict=True):
+        assert held.pop(name) == digest_elements(spec, None, bit_view(tensor).flatten()), name
+    assert held == {}
 
 
 def load_dense(worker, checkpoint):

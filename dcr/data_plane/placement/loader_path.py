@@ -77,7 +77,9 @@ class LoaderPath:
 
 def apply_hooked(calls: Sequence[HookedLoad], items: Sequence[Item], progress: Progress) -> None:
     """Apply checked items through those of some calls that load their tensors."""
-    for call in calls:
-        mine = [item for item in items if item.spec.name in call.names]
-        if mine:
-            call.apply(mine, progress)
+    call_of = {name: number for number, call in enumerate(calls) for name in call.names}
+    work: dict[int, list[Item]] = {}
+    for item in items:
+        work.setdefault(call_of[item.spec.name], []).append(item)
+    for number, mine in sorted(work.items()):
+        calls[number].apply(mine, progress)
