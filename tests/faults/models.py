@@ -80,6 +80,14 @@ class Served(nn.Module):
         return loaded
 
 
+class Doubled(Served):
+    """Holds the embedding as float64: a loader that transforms it, so that a change of it goes through the loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.zeros(64, 24, dtype=torch.float64), requires_grad=False)
+
+
 def stored_bits(model: nn.Module) -> dict[str, str]:
     """SHA-256 of the stored bytes of every parameter and buffer: the proof's own reading, not the code's."""
     named = [*model.named_parameters(), *model.named_buffers()]

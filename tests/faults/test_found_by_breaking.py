@@ -18,7 +18,7 @@ from dcr.runtime.owner_host import PushTimeoutError
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
-from tests.faults.models import Policy, Served
+from tests.faults.models import Doubled, Policy, Served
 from tests.faults.thread_fleet import Fleet
 
 
@@ -36,7 +36,7 @@ def refused(call) -> str:
     return str(error.value)
 
 
-class Slow(Served):
+class Slow(Doubled):
     seconds = 0.0
 
     def load_weights(self, weights):
@@ -50,7 +50,7 @@ def test_the_push_after_one_that_timed_out_is_about_its_own_weights(tmp_path: Pa
         e = fleet.engine("a", Slow)
         fleet.check(e)
         fleet.step()
-        monkeypatch.setattr(Slow, "seconds", 0.3)
+        monkeypatch.setattr(Slow, "seconds", 1.0)
         with pytest.raises(PushTimeoutError):
             fleet.refit.push()
         monkeypatch.setattr(Slow, "seconds", 0.0)
@@ -146,7 +146,7 @@ def fleet_twin(fleet: Fleet, e):
 
 
 def test_an_engine_that_fails_every_attempt_is_left_out_and_the_others_go_on(fleet: Fleet) -> None:
-    class Broken(Served):
+    class Broken(Doubled):
         broken = False
 
         def load_weights(self, weights):
