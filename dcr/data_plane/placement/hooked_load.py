@@ -233,7 +233,8 @@ class HookedLoad:
             try:
                 for where, values in one.entries:
                     bits[where] = values
-                    mask[where] = one.operation is Operation.SET
+                    if one.operation is Operation.SET:  # for differences, zero is inactive
+                        mask[where] = True
                 canonical = torch.from_numpy(flat).view(spec.dtype).view(spec.shape)
                 watch.give(spec.name, canonical, torch.from_numpy(mask))
                 yield spec.name, canonical
@@ -241,7 +242,8 @@ class HookedLoad:
                 if self._call.streams:
                     for where, _ in one.entries:
                         bits[where] = 0
-                        mask[where] = False
+                        if one.operation is Operation.SET:
+                            mask[where] = False
 
 
 def _shown(reported: frozenset[str] | None) -> str:
