@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -107,7 +107,10 @@ def read_header(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Pa
 
 
 def decode_payload(
-    data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS, known: Mapping[str, TensorSpec] | None = None
+    data: bytes | memoryview,
+    limits: Limits = DEFAULT_LIMITS,
+    known: Mapping[str, TensorSpec] | None = None,
+    skip: Container[str] = frozenset(),
 ) -> tuple[PayloadHeader, list[Item]]:
     """Read a payload.
 
@@ -115,9 +118,11 @@ def decode_payload(
         data: the whole payload, which may hold anything.
         limits: what to take at most.
         known: the canonical tensors that the receiver has, by name; None to take any.
+        skip: canonical tensors of which this rank holds nothing: the entries of their items are not decoded.  What
+            the header states of them, and the digest of the whole, are checked as for the others.
 
     Returns:
-        The header, and its items in order, on the CPU.
+        The header, and its items in order but for those skipped, on the CPU.
 
     Raises:
         CorruptPayloadError: not what a sender of this format seals.
@@ -127,14 +132,14 @@ def decode_payload(
     if known is not None:
         _check_known(header, known)
     try:
-        items = _decode_items(header, memoryview(data).cast("B"))
+        items = _decode_items(header, memoryview(data).cast("B"), skip)
         _check_disjoint(items)
     except RefusedError as error:
         raise CorruptPayloadError(f"{header.where}: {error}") from error
     return header, items
 
 
-def _decode_items(header: PayloadHeader, data: memoryview) -> list[Item]:
+def _decode_items(header: PayloadHeader, data: memoryview, skip: Container[str]) -> list[Item]:
     sizes = [item.stream_sizes for item in header.items]
     columns = []
     start = len(data) - sum(stream.wire_bytes for stream in header.streams)
@@ -148,6 +153,8 @@ def _decode_items(header: PayloadHeader, data: memoryview) -> list[Item]:
         columns.append(codec.split(raw, [size[k] for size in sizes]))
     items = []
     for stated, parts in zip(header.items, zip(*columns, strict=True), strict=True):
+        if stated.name in skip:
+            continue
         item = decode_streams(stated.spec, stated.operation, stated.entries, codec.from_bytes(stated.spec, parts))
         if _entry_digest(item) != stated.digest:
             raise CorruptPayloadError(f"item {stated.name!r}: decoded entries do not match their digest")

@@ -1,6 +1,8 @@
-"""The rollout side's front door: one engine, kept at the committed version."""
+"""The rollout side's front door: the engines of one host, kept at the committed version."""
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -8,14 +10,18 @@ import torch
 from dcr.control_plane.address import open_control_plane
 from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import TensorSpec
 from dcr.delivery.address import open_delivery
 from dcr.protocol.errors import RefusedError
-from dcr.runtime.node_agent import Engine, NodeAgent
+from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.ranks import Engine
+from dcr.runtime.reception import Reception
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
+from dcr.runtime.shared_memory import SharedMemory
 
 
 class RolloutEngine(Engine, Protocol):
@@ -29,7 +35,7 @@ class RolloutEngine(Engine, Protocol):
 
 
 class RolloutNode:
-    """Keeps one engine at the committed version: joins, refits, restores, and minds its gate, by itself.
+    """Keeps the engines of one host at the committed version: each joins, is refitted, restored and gated by itself.
 
     ::
 
@@ -37,22 +43,27 @@ class RolloutNode:
         node = RolloutNode(engine, control="sqlite:///run/record.db", delivery="file:///run/payloads")
         node.wait_serving(0, timeout_s=60)
 
+    What is delivered is received once for all engines of the node, and shared with their ranks through memory.  Apart
+    from that engines have nothing in common: each has its own place in the protocol, its thread and its gate, and one
+    that is slow, fails or is lost leaves the others as they are (DESIGN D9).
+
     Args:
-        engine: the engine's adapter; its gate is closed until the record admits it.
+        engines: the engine's adapter, or those of several; their gates are closed until the record admits them.
         control: address of the control plane.
         delivery: address of the delivery store.
         record_id: the commit record to obey.
-        specs: canonical tensors, for an engine whose checkpoint is not known.
+        specs: canonical tensors, for engines whose checkpoint is not known.
         settings: bounds, as ``Settings`` or as a mapping of some of its fields.
-        observe: called with every protocol step of the node.
+        observe: called with every protocol step of the node, from the thread of the engine that takes it.
 
     Raises:
-        RefusedError: the engine cannot be refitted (its layout, its loader), or nothing tells the canonical tensors.
+        RefusedError: an engine cannot be refitted (its layout, its loader), or nothing tells its canonical tensors; or
+            two engines have the same name.
     """
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engines: RolloutEngine | Sequence[RolloutEngine],
         *,
         control: str,
         delivery: str,
@@ -62,52 +73,91 @@ class RolloutNode:
         observe: Observer = log_step,
     ) -> None:
         bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
-        self.name = engine.name
-        tensors = engine.checkpoint_tensors()
-        digest = ""
-        if tensors is not None:
-            specs, digest = describe(tensors)
-        elif specs is None:
-            raise RefusedError(f"engine {engine.name}: without a checkpoint, its canonical tensors must come as specs")
-        self._control = open_control_plane(control)
-        self._delivery = open_delivery(delivery)
-        try:
-            self._agent = NodeAgent(
-                engine,
-                name=engine.name,
-                record_id=record_id,
-                control=self._control,
-                delivery=self._delivery,
-                secret=load_or_create_secret(secret_path(control)),
-                specs=specs,
-                loaded_digest=digest,
-                settings=bounds,
-                observe=observe,
+        all_engines = tuple(engines) if isinstance(engines, Sequence) else (engines,)
+        names = [e.name for e in all_engines]
+        if not names or len(set(names)) != len(names):
+            raise RefusedError(f"a node takes one engine or several, each with a name of its own, not {names}")
+        known = {e.name: _checkpoint_of(e, specs) for e in all_engines}
+        self._agents: dict[str, NodeAgent] = {}
+        with ExitStack() as opened:
+            plane = open_control_plane(control)
+            opened.callback(plane.close)
+            store = open_delivery(delivery)
+            opened.callback(store.close)
+            memory = SharedMemory(record_id, time.time_ns())
+            opened.callback(memory.close)
+            self._reception = Reception(
+                store, memory, names, bounds, payload_bytes_max=DEFAULT_LIMITS.payload_bytes_max
             )
-        except BaseException:
-            self._control.close()
-            self._delivery.close()
-            raise
+            for engine in all_engines:
+                tensors, digest = known[engine.name]
+                agent = NodeAgent(
+                    engine,
+                    name=engine.name,
+                    record_id=record_id,
+                    control=plane,
+                    inbox=self._reception.inbox(engine.name),
+                    secret=load_or_create_secret(secret_path(control)),
+                    specs=tensors,
+                    loaded_digest=digest,
+                    settings=bounds,
+                    observe=observe,
+                )
+                self._agents[engine.name] = agent
+                opened.callback(agent.close)
+            self._opened = opened.pop_all()
 
     @property
     def version(self) -> int | None:
-        """The version being served; None while the gate is closed."""
-        return self._agent.serving
+        """The version that every engine serves; None while a gate is closed, or they differ."""
+        versions = set(self.versions.values())
+        return versions.pop() if len(versions) == 1 else None
 
     @property
-    def incarnation(self) -> int:
-        """Incarnation of the engine's storage."""
-        return self._agent.attached.incarnation
+    def versions(self) -> dict[str, int | None]:
+        """The version that each engine serves; None while its gate is closed."""
+        return {name: agent.serving for name, agent in self._agents.items()}
 
-    def wait_serving(self, version: int, timeout_s: float) -> int:
-        """Wait until this version or a later one is served, and return it; NodeError if that cannot be."""
-        return self._agent.wait_serving(version, timeout_s)
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """Incarnation of each engine's storage."""
+        return {name: agent.attached.incarnation for name, agent in self._agents.items()}
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why engines cannot go on; those that can are left out."""
+        return {name: agent.failure for name, agent in self._agents.items() if agent.failure}
+
+    @property
+    def received(self) -> tuple[int, int]:
+        """How many objects this node has read from the delivery store, and how many bytes those were."""
+        return self._reception.objects, self._reception.bytes
+
+    def wait_serving(self, version: int, timeout_s: float, engine: str | None = None) -> int:
+        """Wait until this version or a later one is served, and return it; NodeError if that cannot be.
+
+        Args:
+            version: which.
+            timeout_s: how long to wait at most.
+            engine: whose; all of the node if it is not given, and then the oldest version is returned.
+        """
+        deadline = time.monotonic() + timeout_s
+        agents = self._agents.values() if engine is None else [self._agents[engine]]
+        return min(agent.wait_serving(version, deadline - time.monotonic()) for agent in agents)
 
     def close(self) -> None:
-        """Leave: end threads and connections; the gate stays as it is."""
-        self._agent.close()
-        self._control.close()
-        self._delivery.close()
+        """Leave: end threads and connections; the gates stay as they are."""
+        self._opened.close()
+
+
+def _checkpoint_of(engine: RolloutEngine, specs: Sequence[TensorSpec] | None) -> tuple[Sequence[TensorSpec], str]:
+    """Canonical tensors of an engine and the digest of what it was fed, which is empty if that is not known."""
+    tensors = engine.checkpoint_tensors()
+    if tensors is not None:
+        return describe(tensors)
+    if specs is None:
+        raise RefusedError(f"engine {engine.name}: without a checkpoint, its canonical tensors must come as specs")
+    return specs, ""
 
 
 def describe(tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorSpec, ...], str]:

@@ -1,17 +1,20 @@
-"""Fetching one attempt from the delivery store, payload by payload, into the rank."""
+"""Fetching one attempt, payload by payload, from what the host receives into the ranks of one engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
+from dcr.delivery.interface import DeliveryError
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity, decode_manifest
 from dcr.protocol.messages import Prepare
 from dcr.protocol.record import OwnerRef
 from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliverable
+from dcr.runtime.reception import Inbox
 
-MANIFEST_BYTES_MAX = 64 << 20
 _TRIES_MAX = 3
+
+Answers = Mapping[str, Answer]
+"""What the ranks of an engine answered to one request, by rank."""
 
 
 class Fetch:
@@ -22,58 +25,51 @@ class Fetch:
 
     Args:
         order: the attempt.
-        delivery: the store.
-        call: hands a request to the rank.
-        payload_bytes_max: larger objects are refused before they are read.
+        inbox: where payloads and manifests come from.
+        call: hands a request to every rank of the engine.
         timeout_s: how long a payload that its owner's manifest lists may stay out of sight.
     """
 
     def __init__(
         self,
         order: Prepare,
-        delivery: Delivery,
-        call: Callable[[Payload | SealedManifest | Undeliverable], Answer],
+        inbox: Inbox,
+        call: Callable[[Payload | SealedManifest | Undeliverable], Answers],
         *,
-        payload_bytes_max: int,
         timeout_s: float,
     ) -> None:
         self.order = order
-        self._delivery = delivery
+        self._inbox = inbox
         self._call = call
-        self._payload_bytes_max = payload_bytes_max
         self._timeout_s = timeout_s
         self._owners = [_Source(o) for o in order.owners]
         self._missing_since: float | None = None
-        self.seconds = 0.0
 
     @property
     def done(self) -> bool:
-        """True when everything that the manifests list has reached the rank."""
+        """True when everything that the manifests list has reached the ranks."""
         return all(s.done for s in self._owners)
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Answers]:
         """Fetch what is in sight now, at most one object an owner; an empty list means that nothing was."""
-        answers: list[Answer] = []
+        answers: list[Answers] = []
         for source in self._owners:
             if source.done:
                 continue
-            started = time.perf_counter()
             try:
                 answers += self._one(source)
             except (DeliveryError, RefusedError) as e:
                 answers.append(self._call(Undeliverable(self.order.epoch, f"fetching from {source.ref.owner}: {e}")))
                 source.failed = True
-            if answers:
-                self.seconds += time.perf_counter() - started
         return answers
 
-    def _one(self, source: "_Source") -> list[Answer]:
+    def _one(self, source: "_Source") -> list[Answers]:
         o, ref = self.order, source.ref
         identity = PayloadIdentity(o.record_id, o.target, o.epoch, ref.owner, ref.incarnation, source.next)
-        data = self._delivery.get(payload_key(identity), self._payload_bytes_max)
+        data = self._inbox.payload(identity)
         if data is not None:
             self._missing_since = None
-            return self._deliver(source, Payload(identity, data))
+            return self._payload(source, Payload(identity, data))
         if source.total is not None:
             now = time.monotonic()
             self._missing_since = self._missing_since or now
@@ -82,28 +78,43 @@ class Fetch:
                 reason = f"payload {source.next} of {ref.owner} is listed but did not come in {self._timeout_s} s"
                 return [self._call(Undeliverable(o.epoch, reason))]
             return []
-        data = self._delivery.get(
-            manifest_key(o.record_id, o.target, o.epoch, ref.owner, ref.incarnation), MANIFEST_BYTES_MAX
-        )
-        if data is None:
-            return []
-        answers = self._deliver(source, SealedManifest(ref.owner, o.epoch, data))
-        if answers and not source.failed:
-            source.total = len(decode_manifest(data).payloads)
+        manifest = self._inbox.manifest(o, ref)
+        return [] if manifest is None else self._manifest(source, SealedManifest(ref.owner, o.epoch, manifest))
+
+    def _payload(self, source: "_Source", request: Payload) -> list[Answers]:
+        answers, good = self._deliver(source, request)
+        if good:
+            self._inbox.payload_taken(request.identity)
+            source.next += 1
+        else:
+            self._inbox.payload_again(request.identity)
         return answers
 
-    def _deliver(self, source: "_Source", request: Payload | SealedManifest) -> list[Answer]:
-        answer = self._call(request)
-        if not answer.refused:
+    def _manifest(self, source: "_Source", request: SealedManifest) -> list[Answers]:
+        answers, good = self._deliver(source, request)
+        if good:
+            self._inbox.manifest_taken(self.order, source.ref)
+            source.total = len(decode_manifest(request.data).payloads)
+        else:
+            self._inbox.manifest_again(self.order, source.ref)
+        return answers
+
+    def _deliver(self, source: "_Source", request: Payload | SealedManifest) -> tuple[list[Answers], bool]:
+        """Hand an object to the ranks; what they answered, and whether all of them took it."""
+        answers = self._call(request)
+        refused = {rank: a for rank, a in answers.items() if a.refused}
+        if not refused:
             source.tries = 0
-            if isinstance(request, Payload):
-                source.next += 1
-            return [answer]
+            return [answers], True
         source.tries += 1
-        if answer.corrupt and source.tries < _TRIES_MAX:
-            return []  # what the store holds may be good, and only this copy of it bad
+        if all(a.corrupt for a in refused.values()) and source.tries < _TRIES_MAX:
+            # What the store holds may be good, and only this copy of it bad; a rank that took it ignores another.
+            taken = {rank: a for rank, a in answers.items() if rank not in refused}
+            return [taken] if taken else [], False
         source.failed = True
-        return [answer, self._call(Undeliverable(self.order.epoch, answer.refused))]
+        rank, first = next(iter(refused.items()))
+        reason = first.refused if len(answers) == 1 else f"rank {rank}: {first.refused}"
+        return [answers, self._call(Undeliverable(self.order.epoch, reason))], False
 
 
 class _Source:

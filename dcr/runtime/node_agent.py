@@ -1,4 +1,4 @@
-"""The node agent: beside one engine, carries out the node role's effects (DESIGN D9)."""
+"""The node agent of one engine: carries out the node role's effects on its gate and ranks (DESIGN D9)."""
 
 import logging
 import queue
@@ -6,13 +6,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import groupby
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
-from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.payload import WIRE_VERSION
-from dcr.delivery.interface import Delivery
 from dcr.protocol import node as role
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.messages import (
@@ -20,6 +18,7 @@ from dcr.protocol.messages import (
     Acknowledged,
     AttemptFailed,
     Join,
+    OpenApply,
     Prepared,
     Report,
     Serving,
@@ -27,52 +26,23 @@ from dcr.protocol.messages import (
     decode_order,
     encode_message,
 )
-from dcr.protocol.receiver import RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
+from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
-from dcr.runtime.fetch import Fetch
+from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.observer import Observer, guarded, log_step
-from dcr.runtime.rank_messages import (
-    Answer,
-    Attach,
-    Attached,
-    Learn,
-    Request,
-    WireSpec,
-    decode_answer,
-    encode,
-)
+from dcr.runtime.rank_messages import Attach, Learn, WireSpec
+from dcr.runtime.ranks import Engine, RankLostError, Ranks
+from dcr.runtime.reception import Inbox
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
 
 OPERATIONS = ("add", "xor")
-RANK = "0"
-"""The engine's one rank."""
 
 _log = logging.getLogger("dcr.node")
-
-
-class Engine(Protocol):
-    """What a serving runtime's adapter gives the node agent.  Calls come from the agent's thread alone."""
-
-    def rank_call(self, request: bytes) -> bytes:
-        """Hand a request to the host of the engine's rank."""
-        ...
-
-    def close_gate(self, drain_timeout_s: float) -> None:
-        """Let no request in, and return when none is inside; DcrError if they do not leave in time."""
-        ...
-
-    def reset_caches(self) -> None:
-        """Drop what was computed with older weights; DcrError if that cannot be done."""
-        ...
-
-    def open_gate(self, version: int) -> None:
-        """Let requests in, served by this version."""
-        ...
 
 
 class NodeError(DcrError):
@@ -97,7 +67,7 @@ class NodeAgent:
         name: the engine's name, unique among the record's engines.
         record_id: the record it obeys.
         control: control plane.
-        delivery: delivery store.
+        inbox: what the host receives, for this engine.
         secret: the secret of the run.
         specs: all canonical tensors of the engine's checkpoint.
         loaded_digest: content digest of what its loader was fed; empty if unknown.
@@ -105,7 +75,8 @@ class NodeAgent:
         observe: called with every step of the node role.
 
     Raises:
-        RefusedError: the rank cannot be attached to.
+        RefusedError: a rank cannot be attached to.
+        RankLostError: a rank did not answer.
         DcrError: the gate of an engine that an earlier agent left open would not close.
     """
 
@@ -116,7 +87,7 @@ class NodeAgent:
         name: str,
         record_id: str,
         control: ControlPlane,
-        delivery: Delivery,
+        inbox: Inbox,
         secret: bytes,
         specs: Sequence[TensorSpec],
         loaded_digest: str,
@@ -127,21 +98,15 @@ class NodeAgent:
         self._name = name
         self._record_id = record_id
         self._control = control
-        self._delivery = delivery
+        self._inbox = inbox
         self._settings = settings
         self._observe = guarded(observe)
         # The role starts with a closed gate; an agent before this one may have left it open.
         engine.close_gate(settings.drain_timeout_s)
         tensors = tuple(WireSpec.of(s) for s in specs)
-        attach = Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max)
-        answer = decode_answer(engine.rank_call(encode(attach)))
-        if answer.refused:
-            raise RefusedError(f"engine {name}: {answer.refused}")
-        (attached,) = answer.results
-        assert isinstance(attached, Attached)
-        self.attached = attached
-        self._state = answer.state
-        self._role = role.Node(name, attached.incarnation, record_id, (RANK,))
+        self._ranks = Ranks(engine, name)
+        self.attached = self._ranks.attach(Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max))
+        self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
         self._read_at = time.monotonic()
         self._fetch: Fetch | None = None
         self._changed = threading.Condition()
@@ -151,7 +116,7 @@ class NodeAgent:
         self._events: queue.Queue[_Arrived | _Connected] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
-            Peer("node", name, attached.incarnation),
+            Peer("node", name, self.attached.incarnation),
             lambda data: self._events.put(_Arrived(data), timeout=settings.connect_timeout_s),
             resolve=lambda: leader_address(control, record_id),
             on_connect=lambda: self._events.put(_Connected(), timeout=settings.connect_timeout_s),
@@ -205,8 +170,9 @@ class NodeAgent:
                 f"it has no connection to a trainer that leads record {self._record_id!r}; is one running, with the "
                 f"same control plane? ({self._spoke.trouble})"
             )
-        held = "no known version" if self._state.version is None else f"version {self._state.version}"
-        torn = f", torn by {', '.join(self._state.torn_by)}" if self._state.torn_by else ""
+        state = self._ranks.state
+        held = "no known version" if state.version is None else f"version {state.version}"
+        torn = f", torn by {', '.join(state.torn_by)}" if state.torn_by else ""
         return f"its gate is {self._role.gate}, its storage holds {held}{torn}; see the trainer's log for what it does"
 
     def close(self) -> None:
@@ -235,6 +201,9 @@ class NodeAgent:
                     self._do([role.ReadRecord()])
                     self._check_lease()
                     self._follow_leader()
+        except RankLostError as e:
+            self._give_up(f"lost with a rank of it: {e}; start the engine anew")
+            self._leave()
         except Exception as e:  # noqa: BLE001 - told to whoever waits for the engine
             _log.exception("node agent of engine %s", self._name)
             self._give_up(f"its node agent failed: {type(e).__name__}: {e}")
@@ -242,11 +211,15 @@ class NodeAgent:
 
     def _leave(self) -> None:
         """Serve no more, and let nobody wait for orders that nobody obeys."""
-        try:
-            self._engine.close_gate(self._settings.drain_timeout_s)
-        except DcrError as e:
-            _log.warning("engine %s: its gate did not close: %s", self._name, e)
-        self._spoke.close()
+        self._fetch = None
+        self._inbox.leave()
+        # The connection first: the leader goes on without this engine while its gate drains.
+        closing = (self._spoke.close, lambda: self._engine.close_gate(self._settings.drain_timeout_s))
+        for close in closing:
+            try:
+                close()
+            except DcrError as e:
+                _log.warning("engine %s, leaving: %s", self._name, e)
 
     def _take(self, event: _Arrived | _Connected) -> None:
         if isinstance(event, _Connected):
@@ -257,52 +230,56 @@ class NodeAgent:
         except RefusedError as e:
             _log.warning("order refused: %s", e)
 
-    def _do(self, effects: Sequence[role.Effect]) -> None:  # noqa: C901, PLR0912 - one branch an effect
-        for effect in effects:
-            match effect:
-                case Step():
-                    self._observe(effect)
-                case role.CloseGate():
-                    self._close_gate(effect.epoch)
-                case role.OpenGate():
-                    self._open_gate(effect.epoch)
-                case role.LetIn():
-                    self._engine.open_gate(effect.version)
-                case role.ReadRecord():
-                    self._read_record()
-                case role.ToRank():
-                    self._rank(effect.order)
-                case role.StartFetch():
-                    self._fetch = Fetch(
-                        effect.order,
-                        self._delivery,
-                        self._call,
-                        payload_bytes_max=DEFAULT_LIMITS.payload_bytes_max,
-                        timeout_s=self._settings.delivery_timeout_s,
-                    )
-                case role.StopFetch():
-                    if self._fetch is not None and self._fetch.order.epoch <= effect.epoch:
-                        self._fetch = None
-                case role.ReportPrepared():
-                    self._send(Prepared(self._name, self.attached.incarnation, effect.epoch, effect.state))
-                case role.ReportStaged():
-                    self._send(Staged(self._name, self.attached.incarnation, effect.epoch))
-                case role.ReportAcknowledged():
-                    seconds = dict(self._seconds)
-                    self._send(Acknowledged(self._name, self.attached.incarnation, effect.epoch, effect.root, seconds))
-                case role.ReportFailed():
-                    self._send(
-                        AttemptFailed(self._name, self.attached.incarnation, effect.epoch, effect.reason, self._state)
-                    )
-                case role.ReportServing():
-                    self._failed = ""
-                    self._send(Serving(self._name, self.attached.incarnation, effect.epoch, effect.version))
-                case role.AskToJoin():
-                    self._send(self._join())
-                case role.GiveUp():
-                    self._give_up(effect.reason)
+    def _do(self, effects: Sequence[role.Effect]) -> None:
+        for order, same in groupby(effects, key=lambda e: e.order if isinstance(e, role.ToRank) else None):
+            if order is None:
+                for effect in same:
+                    self._carry_out(effect)
+            else:
+                # Every rank is given the same order: one call carries it to all of them.
+                assert tuple(e.rank for e in same if isinstance(e, role.ToRank)) == self._ranks.names
+                self._order(order)
         with self._changed:
             self._changed.notify_all()
+
+    def _carry_out(self, effect: role.Effect) -> None:  # noqa: C901, PLR0912 - one branch an effect
+        match effect:
+            case Step():
+                self._observe(effect)
+            case role.CloseGate():
+                self._close_gate(effect.epoch)
+            case role.OpenGate():
+                self._open_gate(effect.epoch)
+            case role.LetIn():
+                self._engine.open_gate(effect.version)
+            case role.ReadRecord():
+                self._read_record()
+            case role.StartFetch():
+                self._fetch = Fetch(
+                    effect.order, self._inbox, self._ranks.call, timeout_s=self._settings.delivery_timeout_s
+                )
+            case role.StopFetch():
+                if self._fetch is not None and self._fetch.order.epoch <= effect.epoch:
+                    self._fetch = None
+                self._inbox.passed(effect.epoch)
+            case role.ReportPrepared():
+                self._send(Prepared(self._name, self.attached.incarnation, effect.epoch, effect.state))
+            case role.ReportStaged():
+                self._send(Staged(self._name, self.attached.incarnation, effect.epoch))
+            case role.ReportAcknowledged():
+                seconds = self._ranks.seconds
+                self._send(Acknowledged(self._name, self.attached.incarnation, effect.epoch, effect.root, seconds))
+            case role.ReportFailed():
+                self._send(
+                    AttemptFailed(self._name, self.attached.incarnation, effect.epoch, effect.reason, self._ranks.state)
+                )
+            case role.ReportServing():
+                self._failed = ""
+                self._send(Serving(self._name, self.attached.incarnation, effect.epoch, effect.version))
+            case role.AskToJoin():
+                self._send(self._join())
+            case role.GiveUp():
+                self._give_up(effect.reason)
 
     # ------------------------------------------------------------ effects
 
@@ -343,16 +320,18 @@ class NodeAgent:
         record = decode_record(stored.body)
         if self._fetch is not None and self._fetch.order.epoch < record.epoch:
             self._fetch = None  # that attempt can be committed no more
+        self._inbox.passed(record.epoch - 1)
         try:
             effects = self._role.read(record)
         except RefusedError as e:
             self._warn(str(e))
         else:
             self._do(effects)
-        answer = self._call(Learn(record))
-        for result in answer.results:
-            if isinstance(result, RankState):
-                self._do(self._role.learned(record, {RANK: result}))
+        answers = self._ranks.call(Learn(record))
+        states = {rank: r for rank, a in answers.items() for r in a.results if isinstance(r, RankState)}
+        for rank in answers.keys() - states.keys():  # it has started anew, or obeys another record
+            raise RankLostError(f"rank {rank} would not learn the record: {answers[rank].refused}")
+        self._do(self._role.learned(record, states))
 
     def _check_lease(self) -> None:
         """Serve nothing that may be stale: the record has not been read for too long (DESIGN D16)."""
@@ -376,43 +355,36 @@ class NodeAgent:
             self._warned = text
             _log.warning("%s", text)
 
-    def _rank(self, request: Request) -> None:
-        answer = self._call(request)
-        if answer.refused:
-            _log.warning("engine %s: %s", self._name, answer.refused)
-        self._settle(answer)
+    def _order(self, order: PrepareRank | OpenApply) -> None:
+        self._settle(self._ranks.call(order))
 
     def _fetch_step(self) -> bool:
         fetch = self._fetch
         assert fetch is not None
         answers = fetch.step()
         for answer in answers:
-            if answer.refused:
-                _log.warning("engine %s: %s", self._name, answer.refused)
             self._settle(answer)
         if self._fetch is fetch and fetch.done:
             self._fetch = None
         return bool(answers)
 
-    def _settle(self, answer: Answer) -> None:
-        for result in answer.results:
-            match result:
-                case RankPrepared():
-                    self._do(self._role.rank_prepared(RANK, result))
-                case RankStaged():
-                    self._do(self._role.rank_staged(RANK, result))
-                case RankAcknowledged():
-                    self._do(self._role.rank_acknowledged(RANK, result))
-                case RankFailed():
-                    self._do(self._role.rank_failed(RANK, result))
-                case _:
-                    pass
-
-    def _call(self, request: Request) -> Answer:
-        answer = decode_answer(self._engine.rank_call(encode(request)))
-        self._state = answer.state
-        self._seconds = answer.seconds
-        return answer
+    def _settle(self, answers: Answers) -> None:
+        """Tell the role what each rank answered; one may refuse, or fail, while the others go on."""
+        for rank, answer in answers.items():
+            if answer.refused:
+                _log.warning("engine %s, rank %s: %s", self._name, rank, answer.refused)
+            for result in answer.results:
+                match result:
+                    case RankPrepared():
+                        self._do(self._role.rank_prepared(rank, result))
+                    case RankStaged():
+                        self._do(self._role.rank_staged(rank, result))
+                    case RankAcknowledged():
+                        self._do(self._role.rank_acknowledged(rank, result))
+                    case RankFailed():
+                        self._do(self._role.rank_failed(rank, result))
+                    case _:
+                        pass
 
     # ------------------------------------------------------------ the leader
 
@@ -423,7 +395,7 @@ class NodeAgent:
             CONTROL_VERSION,
             WIRE_VERSION,
             OPERATIONS,
-            self._state,
+            self._ranks.state,
             self.attached.set_only,
             self.attached.refused,
         )

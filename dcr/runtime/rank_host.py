@@ -2,18 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from dcr.data_plane.content_digest import ContentDigest
-from dcr.data_plane.header import DEFAULT_LIMITS, Limits
+from dcr.data_plane.header import DEFAULT_LIMITS, Limits, PayloadHeader
 from dcr.data_plane.item import Item, TensorSpec
 from dcr.data_plane.payload import decode_payload, payload_digest
 from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.data_plane.placement.storage import Storage
 from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
-from dcr.protocol.identity import Manifest, PayloadIdentity, decode_manifest
+from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, decode_manifest
 from dcr.protocol.messages import OpenApply, StorageState
 from dcr.protocol.receiver import (
     UNKNOWN,
@@ -33,6 +33,7 @@ from dcr.runtime.rank_messages import (
     Attach,
     Attached,
     Learn,
+    Orphans,
     Payload,
     Request,
     Result,
@@ -41,11 +42,13 @@ from dcr.runtime.rank_messages import (
     decode_request,
     encode,
 )
+from dcr.runtime.shared_memory import read_shared
 
 StorageFactory = Callable[[Sequence[TensorSpec]], Storage]
 
 _log = logging.getLogger("dcr.rank")
-_NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
+NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
+"""What may be said of a rank before a node agent has attached to it."""
 
 
 class RankHost:
@@ -61,6 +64,8 @@ class RankHost:
         observe: called with every step, in this process.
         not_loaded: asked once, before anything is written: why storage is not what the loader was fed according to
             the node agent; empty if it is, or if the storage factory has seen to that.
+        tied: given the canonical tensors that the loader skips here, and those that it loads: which of the former
+            are known to share resident memory with one of the latter.
     """
 
     def __init__(
@@ -71,9 +76,11 @@ class RankHost:
         limits: Limits = DEFAULT_LIMITS,
         observe: Observer = log_step,
         not_loaded: Callable[[], str] = str,
+        tied: Callable[[Sequence[str], Sequence[str]], Iterable[str]] = lambda _skipped, _loaded: (),
     ) -> None:
         self._factory = storage_factory
         self._not_loaded = not_loaded
+        self._tied = tied
         self._incarnation = state_incarnation
         self._limits = limits
         self._observe = guarded(observe)
@@ -82,7 +89,9 @@ class RankHost:
         self._storage: Storage | None = None
         self._receiver: Receiver | None = None
         self._known: dict[str, TensorSpec] = {}
-        self._held: dict[PayloadIdentity, Payload] = {}
+        self._skipped: frozenset[str] = frozenset()
+        self._orphans: frozenset[str] = frozenset()
+        self._held: dict[PayloadIdentity, bytes | memoryview] = {}
         self._held_bytes = 0
         self._seconds: dict[str, float] = {}
         self._seconds_epoch = -1
@@ -98,7 +107,7 @@ class RankHost:
 
     @property
     def _state(self) -> StorageState:
-        return _NOTHING_KNOWN if self._receiver is None else self._receiver.state
+        return NOTHING_KNOWN if self._receiver is None else self._receiver.state
 
     def _take(self, request: Request) -> list[Result]:
         if isinstance(request, Attach):
@@ -112,7 +121,10 @@ class RankHost:
             case OpenApply():
                 return self._carry_out(receiver.open_apply(request.record_id, request.epoch))
             case Payload():
-                return self._payload(receiver, request)
+                if isinstance(request.data, bytes):
+                    return self._payload(receiver, request.identity, request.data)
+                data = read_shared(request.data, self._limits.payload_bytes_max)
+                return self._payload(receiver, request.identity, data, request.data.digest)
             case SealedManifest():
                 manifest = _checked_manifest(request.data)
                 if (manifest.owner, manifest.epoch) != (request.owner, request.epoch):
@@ -125,6 +137,9 @@ class RankHost:
                 return self._carry_out(receiver.undeliverable(request.epoch, request.reason))
             case Learn():
                 return self._carry_out(receiver.learn(request.record))
+            case Orphans():
+                self._orphans = frozenset(request.names)
+                return []
 
     def _attach_to(self, request: Attach) -> Attached:
         if self._attached is not None and self._attach is not None:
@@ -146,8 +161,10 @@ class RankHost:
         by_class: dict[LoaderClass, list[str]] = {c: [] for c in LoaderClass}
         for name, c in sorted(prewarm.classes.items()):
             by_class[c].append(name)
+        loaded = by_class[LoaderClass.PRESERVING] + by_class[LoaderClass.TRANSFORMING]
         self._storage = storage
         self._known = {s.name: s for s in specs}
+        self._skipped = frozenset(by_class[LoaderClass.SKIPPED])
         self._receiver = Receiver(request.engine, request.record_id, loaded_digest)
         self._attach = request
         self._attached = Attached(
@@ -155,28 +172,57 @@ class RankHost:
             tuple(by_class[LoaderClass.TRANSFORMING]),
             tuple(by_class[LoaderClass.SKIPPED]),
             {name: prewarm.reasons[name] for name in by_class[LoaderClass.REFUSED]},
+            tuple(sorted(self._tied(by_class[LoaderClass.SKIPPED], loaded))),
         )
         return self._attached
 
-    def _payload(self, receiver: Receiver, request: Payload) -> list[Result]:
+    def _payload(
+        self, receiver: Receiver, identity: PayloadIdentity, data: bytes | memoryview, received: str = ""
+    ) -> list[Result]:
+        """Take a payload's bytes; ``received`` is their digest as the node received them, if it shared them."""
         started = time.perf_counter()
-        header, items = decode_payload(request.data, self._limits, self._known)
-        if header.identity != request.identity:
-            raise CorruptPayloadError(f"bytes fetched for {request.identity} are payload {header.identity}")
-        digest = payload_digest(request.data)
-        self._took(request.identity.epoch, "decode", started)
+        digest = payload_digest(data)
+        if received and digest != received:
+            raise CorruptPayloadError(f"shared memory does not hold what the node received for {identity}")
+        header, items = decode_payload(data, self._limits, self._known, self._skipped)
+        if header.identity != identity:
+            raise CorruptPayloadError(f"bytes fetched for {identity} are payload {header.identity}")
+        self._took(identity.epoch, "decode", started)
+        if lost := self._lost(header):
+            return self._carry_out(receiver.undeliverable(identity.epoch, lost))
         effects = receiver.payload(header.identity, header.base, digest, header.entries)
-        return self._carry_out(effects, request, items)
+        return self._carry_out(effects, (identity, data), items)
+
+    def _lost(self, header: PayloadHeader) -> str:
+        """Why changes would be lost without a trace: no rank of the engine holds the tensor; empty if none would.
+
+        A dense payload or a restore holds every element, changed or not, and says nothing of changes: what it leaves
+        out here, a dense load by the same loader leaves out too.
+        """
+        if header.base.kind not in {Kind.RELATIVE, Kind.ABSOLUTE}:
+            return ""
+        lost = sorted({i.name for i in header.items if i.entries and i.name in self._orphans})
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        if not lost:
+            return ""
+        return (
+            f"tensor {lost[0]!r}{more} has changed, but no rank of this engine holds it: its loader skips it on all of "
+            "them, and it is not known to be tied to one that is loaded; leave it out of what is trained or saved, or "
+            "serve it with a model that loads it"
+        )
 
     def _carry_out(
-        self, effects: list[Effect], payload: Payload | None = None, items: Sequence[Item] = ()
+        self,
+        effects: list[Effect],
+        payload: tuple[PayloadIdentity, bytes | memoryview] | None = None,
+        items: Sequence[Item] = (),
     ) -> list[Result]:
         """Carry out effects in order; what they lead to is carried out in their place.
 
         Args:
             effects: of the receiver.
-            payload: the one that the effects are about.
-            items: what it decodes to.
+            payload: identity and bytes of the one that the effects are about.
+            items: what it decodes to, of what this rank holds.
         """
         assert self._receiver is not None
         assert self._storage is not None
@@ -187,7 +233,7 @@ class RankHost:
                     self._observe(effect)
                 case Hold():
                     assert payload is not None
-                    failed = self._hold(self._receiver, payload)
+                    failed = self._hold(self._receiver, *payload)
                     if failed:  # without these bytes nothing that follows from holding them is true
                         return results + self._carry_out(failed)
                 case ApplyStaged():
@@ -202,17 +248,17 @@ class RankHost:
                     results.append(effect)
         return results
 
-    def _hold(self, receiver: Receiver, payload: Payload) -> list[Effect]:
+    def _hold(self, receiver: Receiver, identity: PayloadIdentity, data: bytes | memoryview) -> list[Effect]:
         """Keep a payload's bytes; beyond the bound the epoch fails, and what is held is let go (DESIGN D18)."""
         assert self._attach is not None
-        held, bound = self._held_bytes + len(payload.data), self._attach.stage_bytes_max
+        held, bound = self._held_bytes + len(data), self._attach.stage_bytes_max
         if held > bound:
             reason = (
                 f"its stage would hold {held} payload bytes in host memory, more than stage_bytes_max = {bound}: raise "
                 "stage_bytes_max, or use the synchronous gate"
             )
-            return receiver.undeliverable(payload.identity.epoch, reason)
-        self._held[payload.identity] = payload
+            return receiver.undeliverable(identity.epoch, reason)
+        self._held[identity] = data
         self._held_bytes = held
         return []
 
@@ -220,12 +266,13 @@ class RankHost:
         """Hand in again what is held, and let go of each payload as it is written; a failure lets go of the rest."""
         results: list[Result] = []
         while self._held:
-            payload = self._held.pop(next(iter(self._held)))
-            self._held_bytes -= len(payload.data)
+            identity = next(iter(self._held))
+            data = self._held.pop(identity)
+            self._held_bytes -= len(data)
             try:
-                results += self._payload(receiver, payload)
+                results += self._payload(receiver, identity, data)
             except RefusedError as e:  # what was intact when it came is not any more: memory that went bad
-                results += self._carry_out(receiver.undeliverable(payload.identity.epoch, str(e)))
+                results += self._carry_out(receiver.undeliverable(identity.epoch, str(e)))
         return results
 
     def _write(

@@ -46,11 +46,20 @@ class Attach(_Message, frozen=True):
     """Payload bytes that may be held in host memory until they are applied (DESIGN D18)."""
 
 
+class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank finds a payload that its node received: a file in memory, which it maps and never trusts."""
+
+    path: str
+    size: int
+    digest: str
+    """``payload_digest`` of the bytes as the node received them."""
+
+
 class Payload(_Message, frozen=True):
-    """Bytes fetched for this identity."""
+    """Bytes fetched for this identity; in shared memory where the node serves several ranks with one copy."""
 
     identity: PayloadIdentity
-    data: bytes
+    data: bytes | Shared
 
 
 class SealedManifest(_Message, frozen=True):
@@ -74,7 +83,13 @@ class Learn(_Message, frozen=True):
     record: CommitRecord
 
 
-Request = Attach | PrepareRank | OpenApply | Payload | SealedManifest | Undeliverable | Learn
+class Orphans(_Message, frozen=True):
+    """Canonical tensors that no rank of the engine holds: changes of them would be lost without a trace."""
+
+    names: tuple[str, ...]
+
+
+Request = Attach | PrepareRank | OpenApply | Payload | SealedManifest | Undeliverable | Learn | Orphans
 
 
 class Attached(_Message, frozen=True):
@@ -83,7 +98,10 @@ class Attached(_Message, frozen=True):
     incarnation: int
     set_only: tuple[str, ...]
     skipped: tuple[str, ...]
+    """Canonical tensors of which this rank holds nothing."""
     refused: dict[str, str]
+    tied: tuple[str, ...] = ()
+    """Those skipped whose resident memory is known to be written from another canonical tensor."""
 
 
 Result = Attached | RankPrepared | RankStaged | RankAcknowledged | RankFailed | RankState
@@ -100,6 +118,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The refusal is about the bytes as fetched; fetching them again may help."""
     seconds: dict[str, float] = {}
     """Stage times of the epoch so far, with an acknowledgement."""
+    broken: str = ""
+    """The rank failed at something that it did not expect: what it has done is unknown, and the engine is lost (D9)."""
 
 
 _encoder = msgspec.msgpack.Encoder()

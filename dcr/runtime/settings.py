@@ -14,9 +14,10 @@ BUCKET_BYTES_MAX = 128 << 20
 
 LARGEST = 1e9
 """Largest number that a setting may have; seconds beyond it overflow the clocks."""
-STAGE_BYTES_LARGEST = 1 << 50
-"""Largest bound for a stage; memory has more bytes than clocks have seconds."""
+MEMORY_LARGEST = 1 << 50
+"""Largest bound for bytes in memory, which has more of them than clocks have seconds."""
 STAGE_BYTES_MAX = 8 << 30
+RECEIVE_BYTES_MAX = 4 << 30
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,6 +69,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How long an engine serves on when its node cannot read the commit record (DESIGN D16)."""
     stage_bytes_max: int = STAGE_BYTES_MAX
     """Payload bytes that one rank holds in host memory until they are applied (DESIGN D18)."""
+    receive_bytes_max: int = RECEIVE_BYTES_MAX
+    """Payload bytes that a node keeps in shared memory for the ranks of its engines, until all have read them."""
     retain_epochs: int = 8
     """Epochs of payloads kept in the delivery store; older ones are swept."""
     events_max: int = 10_000
@@ -82,7 +85,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            largest = STAGE_BYTES_LARGEST if name == "stage_bytes_max" else LARGEST
+            largest = MEMORY_LARGEST if name in {"stage_bytes_max", "receive_bytes_max"} else LARGEST
             if not isinstance(value, str) and not 0 < value <= largest:
                 raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {largest:.0e}")
         if self.serve_lease_s <= self.record_poll_s:

@@ -201,10 +201,10 @@ def test_a_node_agent_that_restarts_finds_its_storage_and_serves_nothing_torn(fl
     fleet.step()
     fleet.push()
     fleet.check(e)
-    incarnation = e.node.incarnation
+    incarnation = e.node.incarnations[e.name]
     e.node.close()
     e.start_node()  # the gate was left open, and requests run
-    assert e.node.incarnation == incarnation
+    assert e.node.incarnations[e.name] == incarnation
     fleet.check(e)
     fleet.step()
     report = fleet.push()

@@ -13,6 +13,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
 from dcr.rollout.readback import LoadWeights, Readback
+from dcr.rollout.tied import tied_names
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.rank_host import RankHost
 
@@ -74,7 +75,13 @@ class TorchEngine:
             readback.run(loader, self.checkpoint_tensors() or ())
             return "; ".join(str(finding) for finding in readback.findings[:_NAMED_MAX])
 
-        self._rank = RankHost(storage, state_incarnation=time.time_ns(), observe=observe, not_loaded=not_loaded)
+        self._rank = RankHost(
+            storage,
+            state_incarnation=time.time_ns(),
+            observe=observe,
+            not_loaded=not_loaded,
+            tied=lambda skipped, held: tied_names(model, skipped, held),
+        )
 
     @property
     def version(self) -> int | None:
@@ -89,10 +96,15 @@ class TorchEngine:
         """Canonical name and tensor of what the loader was fed; None if that is not known."""
         return None if self._checkpoint is None else read_checkpoint(str(self._checkpoint))
 
-    def rank_call(self, request: bytes) -> bytes:
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Its one rank."""
+        return ("0",)
+
+    def call_ranks(self, request: bytes) -> list[bytes]:
         """Hand a request to the host of the rank."""
         with torch.no_grad():
-            return self._rank.call(request)
+            return [self._rank.call(request)]
 
     def close_gate(self, drain_timeout_s: float) -> None:
         """Let no request in, and return when none is inside; GateTimeoutError if they do not leave in time."""

@@ -1,9 +1,10 @@
-"""One vLLM engine as the node agent sees it: its rank, its gate, its caches, and requests that pass the gate."""
+"""One vLLM engine as the node agent sees it: its ranks, its gate, its caches, and requests that pass the gate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,10 @@ class Generation:
 
 
 class VllmEngine:
-    """Wraps an offline ``vllm.LLM`` with one rank, its engine core in this process or in another.
+    """Wraps an offline ``vllm.LLM`` of one rank or several, its engine core in this process or in another.
+
+    Ranks may be tensor-parallel, expert-parallel and pipeline-parallel; all of them run on this host.  One call into
+    vLLM reaches all of them, and when one dies vLLM ends the others: an engine is lost as a whole (DESIGN D9).
 
     ``vllm.LLM`` is not safe to use from several threads.  Every call into it, each single step of generation included,
     is a job of one thread that takes jobs in order: requests of several threads are batched together, and a call of the
@@ -48,52 +52,69 @@ class VllmEngine:
         call_timeout_s: how long any one call into vLLM may take.
 
     Raises:
-        RefusedError: the engine has more than one rank, or its workers were not given the extension.
+        RefusedError: the engine is data-parallel or spread over hosts, or its workers were not given the extension.
+
+    Attributes:
+        name: as given.
+        ranks: vLLM's ranks, from 0: pipeline stage by stage, tensor-parallel ranks within each.
     """
 
     def __init__(self, llm: Any, *, name: str, gate_wait_s: float = 60.0, call_timeout_s: float = 600.0) -> None:
         config = llm.llm_engine.vllm_config
         parallel = config.parallel_config
-        sizes = {
-            "tensor": parallel.tensor_parallel_size,
-            "pipeline": parallel.pipeline_parallel_size,
-            "data": parallel.data_parallel_size,
-        }
-        if large := [f"{kind}_parallel_size={size}" for kind, size in sizes.items() if size != 1]:
-            raise RefusedError(f"engine {name}: {', '.join(large)}; only engines of one rank can be refitted: use 1")
+        if parallel.data_parallel_size != 1:
+            raise RefusedError(
+                f"engine {name}: data_parallel_size={parallel.data_parallel_size}; start one engine for each replica, "
+                "with a name of its own, and give a node all of those on its host"
+            )
+        if parallel.nnodes != 1:
+            raise RefusedError(
+                f"engine {name}: nnodes={parallel.nnodes}; its ranks must run on one host, where the node shares what "
+                "it receives through memory"
+            )
         if not parallel.worker_extension_cls:
             raise RefusedError(
                 f"engine {name}: its workers cannot be refitted: start it with "
                 "vllm.LLM(worker_extension_cls='dcr.rollout.vllm.extension.DcrWorkerExtension')"
             )
         self.name = name
+        self.ranks = tuple(map(str, range(parallel.world_size)))
         self._llm = llm
         self._checkpoint = config.model_config.model
         self._call_timeout_s = call_timeout_s
         self._gate = Gate(name, gate_wait_s)
         self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"vllm-{name}")
         self._finished: dict[str, Any] = {}  # by request id; touched only by the caller thread
+        self._calls = count()
 
     @property
     def version(self) -> int | None:
         """The version being served, None while the gate is closed."""
         return self._gate.version
 
-    def rank_call(self, request: bytes) -> bytes:
-        """Send one request to the rank host and return its answer; a refusal is an answer.
+    def call_ranks(self, request: bytes) -> list[bytes]:
+        """Send one request to the host of every rank, in one call; their answers in the order of ``ranks``.
 
         Raises:
             EngineCallError: the call failed in vLLM, or did not return in time.
         """
-        return bytes(self._rpc("dcr_call", request))
+        number = next(self._calls)
+        answers = self._rpc("dcr_call", number, request)
+        # Where a call of somebody else failed on one rank, vLLM leaves the others' answers to it in the queue.
+        if [a[0] for a in answers] != [number] * len(self.ranks):
+            raise EngineCallError(f"engine {self.name}: ranks answered another call than the last: restart the engine")
+        return [bytes(answer) for _, answer in answers]
 
     def resident_digests(self) -> dict[str, str]:
-        """Digest of the stored bits of every parameter and buffer, by name."""
-        return dict(self._rpc("dcr_resident_digests"))
+        """Digest of the stored bits of every parameter and buffer, by name; by ``RANK/name`` if there are several."""
+        ranks = self._rpc("dcr_resident_digests")
+        if len(ranks) == 1:
+            return dict(ranks[0])
+        return {f"{rank}/{n}": d for rank, digests in zip(self.ranks, ranks, strict=True) for n, d in digests.items()}
 
-    def layout_report(self) -> dict[str, Any]:
-        """The fields of ``LayoutReport``, for an operator who wants to know why an engine is refused."""
-        return dict(self._rpc("dcr_layout_report"))
+    def layout_reports(self) -> list[dict[str, Any]]:
+        """The fields of each rank's ``LayoutReport``, for an operator who wants to know why an engine is refused."""
+        return [dict(report) for report in self._rpc("dcr_layout_report")]
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical name and tensor of everything that the engine's loader was fed when it started (DESIGN D2)."""
@@ -169,9 +190,8 @@ class VllmEngine:
             return [self._finished.pop(request) for request in ids]
         return None
 
-    def _rpc(self, method: str, *args: object) -> Any:
-        (result,) = self._call(method, lambda: self._llm.collective_rpc(method, args=args))
-        return result
+    def _rpc(self, method: str, *args: object) -> list[Any]:
+        return list(self._call(method, lambda: self._llm.collective_rpc(method, args=args)))
 
     def _call(self, stage: str, job: Callable[[], _T]) -> _T:
         try:
@@ -179,8 +199,9 @@ class VllmEngine:
         except DcrError:
             raise
         except FutureTimeoutError as error:
+            which = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(self.ranks)}"
             raise EngineCallError(
-                f"engine {self.name}: {stage} did not return within {self._call_timeout_s} s"
+                f"engine {self.name}, {which}: {stage} did not return within {self._call_timeout_s} s"
             ) from error
         except Exception as error:
             raise EngineCallError(f"engine {self.name}: {stage} failed in vLLM: {error!r}") from error

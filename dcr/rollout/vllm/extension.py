@@ -7,6 +7,7 @@ the bases of its worker, and each ``dcr_*`` method is called through ``collectiv
 compared; see :class:`dcr.data_plane.placement.placement.Placement`.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,9 +18,15 @@ import torch
 from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.placement.placement import Placement
 from dcr.data_plane.resident import resident_digests
+from dcr.protocol.step import Step
 from dcr.rollout.checkpoint import read_checkpoint
+from dcr.rollout.tied import tied_names
 from dcr.rollout.vllm.layout import LayoutReport, examine_layout
-from dcr.runtime.rank_host import RankHost
+from dcr.runtime.observer import log_step
+from dcr.runtime.rank_host import NOTHING_KNOWN, RankHost
+from dcr.runtime.rank_messages import Answer, encode
+
+_log = logging.getLogger("dcr.rank")
 
 
 class DcrWorkerExtension:
@@ -31,16 +38,39 @@ class DcrWorkerExtension:
     _dcr_host: RankHost | None = None
     _dcr_layout: LayoutReport | None = None
 
-    def dcr_call(self, request: bytes) -> bytes:
+    def dcr_call(self, number: int, request: bytes) -> tuple[int, bytes]:
         """Forward one request of the node agent to this rank's host, which is built at the first.
 
         An engine that holds its weights in another layout than its loader's refuses the agent's first request, by the
         text of a RepackedError, before anything is written.
+
+        Nothing is raised: of a call that fails on one rank vLLM keeps the other ranks' answers, and gives them out as
+        answers to the next call.
+
+        Args:
+            number: of the call, which tells its answer from that of another one.
+            request: see ``dcr.runtime.rank_messages``.
+
+        Returns:
+            The number, and the answer.
         """
-        if self._dcr_host is None:
-            self._dcr_host = RankHost(self._dcr_storage, state_incarnation=time.time_ns())
-        with torch.no_grad():
-            return self._dcr_host.call(request)
+        try:
+            if self._dcr_host is None:
+                self._dcr_host = RankHost(
+                    self._dcr_storage,
+                    state_incarnation=time.time_ns(),
+                    observe=self._dcr_observe,
+                    tied=lambda skipped, loaded: tied_names(self.model_runner.get_model(), skipped, loaded),
+                )
+            with torch.no_grad():
+                return number, self._dcr_host.call(request)
+        except Exception as e:  # noqa: BLE001  whatever it is, the engine is lost with it
+            _log.exception("call of the node agent")
+            return number, encode(Answer((), NOTHING_KNOWN, broken=f"{type(e).__name__}: {e}"))
+
+    def _dcr_observe(self, step: Step) -> None:
+        """Called with every protocol step of this rank, in its process."""
+        log_step(step)
 
     def dcr_resident_digests(self) -> dict[str, str]:
         """Digest of the stored bits of every parameter and buffer, by name."""

@@ -9,6 +9,9 @@ from dcr.protocol.messages import Prepare, StorageState
 from dcr.protocol.record import OwnerRef
 from dcr.runtime.fetch import Fetch
 from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliverable
+from dcr.runtime.reception import Reception
+from dcr.runtime.settings import Settings
+from dcr.runtime.shared_memory import SharedMemory
 
 STATE = StorageState(0, "", ())
 OWNERS = (OwnerRef("rank-0", 7), OwnerRef("rank-1", 8))
@@ -41,14 +44,16 @@ class Rank:
                 what = ("undeliverable", request.reason)
         self.got.append(what)
         said = self.answers.get(what, [])
-        return said.pop(0) if said else Answer((), STATE)
+        return {"0": said.pop(0) if said else Answer((), STATE)}
 
 
 class Setting:
     def __init__(self, folder, timeout_s=0.05):
         self.store = FolderDelivery(folder / "p")
         self.rank = Rank()
-        self.fetch = Fetch(ORDER, self.store, self.rank, payload_bytes_max=1000, timeout_s=timeout_s)
+        self.memory = SharedMemory("r", 1, folder)
+        reception = Reception(self.store, self.memory, ["a"], Settings(), payload_bytes_max=1000)
+        self.fetch = Fetch(ORDER, reception.inbox("a"), self.rank, timeout_s=timeout_s)
 
     def put(self, owner, sequence, data=b"x"):
         self.store.put(payload_key(identity(owner, sequence)), data)

@@ -65,7 +65,7 @@ class Led:
         self.engine = TorchEngine(self.model, name="a", checkpoint=folder, gate_wait_s=WAIT_S)
         settings = {"record_poll_s": 0.05, **settings}
         self.node = RolloutNode(self.engine, control=control, delivery=delivery, settings=settings)
-        self.me = Member("a", self.node.incarnation)
+        self.me = Member("a", self.node.incarnations["a"])
         self.owner = OwnerRef(self.source.owner, INCARNATION)
         self.revision: int | None = None
         self.record = CommitRecord.create("default", "leader", digest.hex())
@@ -91,7 +91,7 @@ class Led:
         self.revision = stored.revision
 
     def send(self, order: object) -> None:
-        peer = Peer("node", "a", self.node.incarnation)
+        peer = Peer("node", "a", self.node.incarnations["a"])
         deadline = time.monotonic() + WAIT_S
         while not self.hub.send(peer, encode_message(order)):  # type: ignore[arg-type]
             assert time.monotonic() < deadline, "the node did not connect"
@@ -109,7 +109,7 @@ class Led:
     def hears_serving(self, epoch: int) -> list[object]:
         """Everything up to the report that version 0 is served, made at this epoch of K."""
         found: list[object] = []
-        while Serving("a", self.node.incarnation, epoch, 0) not in found:
+        while Serving("a", self.node.incarnations["a"], epoch, 0) not in found:
             found.append(self.heard.get(timeout=WAIT_S))
         return found
 
@@ -123,7 +123,7 @@ class Led:
         )
         base = Base(kind, 0, k.baseline_id, "w")
         order = Prepare(
-            "default", self.record.epoch, 1, base, (self.owner,), incarnation or self.node.incarnation, stage
+            "default", self.record.epoch, 1, base, (self.owner,), incarnation or self.node.incarnations["a"], stage
         )
         self.send(order)
         return order
@@ -183,7 +183,7 @@ def test_a_synchronous_attempt(at: Led) -> None:
     at.policy.step(1)
     order = at.prepare(stage=False)
     held = StorageState(0, at.record.baseline_id, ())
-    assert at.hear(Prepared) == Prepared("a", at.node.incarnation, 1, held)
+    assert at.hear(Prepared) == Prepared("a", at.node.incarnations["a"], 1, held)
     assert at.node.version is None
     root = at.emit(order)
     at.send(OpenApply("default", 1))
@@ -199,7 +199,7 @@ def test_an_asynchronous_attempt_serves_the_old_version_until_it_is_applied(at: 
     assert at.hear(Prepared).state.clean
     at.serves_old()
     root = at.emit(order)
-    assert at.hear(Staged) == Staged("a", at.node.incarnation, 1)
+    assert at.hear(Staged) == Staged("a", at.node.incarnations["a"], 1)
     at.serves_old()
     with at.engine.request() as version:  # it was let in before, and is answered whole
         at.send(OpenApply("default", 1))
@@ -248,7 +248,7 @@ def test_a_stage_beyond_its_bound_fails_by_name_and_the_old_version_is_served_on
 
 
 def test_an_order_for_another_incarnation_is_not_obeyed(at: Led) -> None:
-    at.prepare(stage=False, incarnation=at.node.incarnation + 1)
+    at.prepare(stage=False, incarnation=at.node.incarnations["a"] + 1)
     at.write(at.record.abandon())
     at.send(Published("default", 2))
     assert not any(isinstance(r, Prepared) for r in at.hears_serving(2))

@@ -1,0 +1,257 @@
+"""What a host has received: each object of the delivery store once, for the ranks of all its engines (DESIGN 6)."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.identity import PayloadIdentity
+from dcr.protocol.messages import Prepare
+from dcr.protocol.record import OwnerRef
+from dcr.runtime.rank_messages import Shared
+from dcr.runtime.settings import Settings
+from dcr.runtime.shared_memory import SharedMemory, SharedMemoryError
+
+MANIFEST_BYTES_MAX = 64 << 20
+
+
+@dataclass
+class _Object:
+    """One object of the store, here."""
+
+    epoch: int
+    data: Shared | bytes
+    size: int
+    readers: set[str] = field(default_factory=set)
+    """Engines whose ranks may be reading it now."""
+    takers: set[str] = field(default_factory=set)
+    """Engines that are done with it."""
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """An object that was not there yet."""
+
+    engine: str
+    epoch: int
+    at_s: float
+
+
+class Reception:
+    """Objects received and not yet taken by every engine of the host.
+
+    An object is read from the store when the first engine asks for it, and goes when the last one is done with it, or
+    when no engine will come back to its epoch.  Payloads lie in shared memory, manifests in this process.  When the
+    bound is reached, the oldest objects that no rank is reading go first: an engine that is behind reads them from the
+    store again, so that it never holds up the others.
+
+    Usable from several threads.
+
+    Args:
+        delivery: the store.
+        memory: where payloads are put.
+        engines: names of the host's engines.
+        settings: ``receive_bytes_max``, ``delivery_timeout_s``, ``fetch_poll_s``.
+        payload_bytes_max: larger payloads are refused before they are read.
+
+    Attributes:
+        objects: how many objects were read from the store.
+        bytes: how many bytes those were.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        memory: SharedMemory,
+        engines: Iterable[str],
+        settings: Settings,
+        *,
+        payload_bytes_max: int,
+    ) -> None:
+        self._delivery = delivery
+        self._memory = memory
+        self._settings = settings
+        self._payload_bytes_max = payload_bytes_max
+        self._passed = dict.fromkeys(engines, -1)
+        self._changed = threading.Condition()
+        self._held: dict[str, _Object] = {}
+        self._held_bytes = 0
+        self._asking: set[str] = set()
+        self._missed: dict[str, _Miss] = {}
+        self.objects = 0
+        self.bytes = 0
+
+    def inbox(self, engine: str) -> "Inbox":
+        """The reception as one engine sees it."""
+        return Inbox(self, engine)
+
+    def get(self, engine: str, key: str, epoch: int, *, shared: bool) -> Shared | bytes | None:
+        """An object, which an engine's ranks may read until it calls ``taken`` or ``again``.
+
+        Args:
+            engine: who asks.
+            key: of the object in the store.
+            epoch: that it belongs to.
+            shared: whether to put it into shared memory.
+
+        Returns:
+            None if the object is not in sight, or another engine is reading it from the store at this moment.
+
+        Raises:
+            DeliveryError: the store could not be used, or there was no room within ``delivery_timeout_s``.
+            RefusedError: the object is larger than the bounds allow.
+        """
+        with self._changed:
+            held = self._held.get(key)
+            if held is not None:
+                held.readers.add(engine)
+                return held.data
+            if key in self._asking or self._just_missed(engine, key):
+                return None
+            self._asking.add(key)
+        try:
+            data = self._delivery.get(key, self._payload_bytes_max if shared else MANIFEST_BYTES_MAX)
+            if data is not None:
+                return self._keep(engine, key, epoch, data, shared=shared)
+            with self._changed:
+                self._missed[key] = _Miss(engine, epoch, time.monotonic())
+                return None
+        finally:
+            with self._changed:
+                self._asking.discard(key)
+
+    def _keep(self, engine: str, key: str, epoch: int, data: bytes, *, shared: bool) -> Shared | bytes:
+        size = len(data)
+        with self._changed:
+            self._missed.pop(key, None)
+            self.objects += 1
+            self.bytes += size
+            self._reserve(key, size)
+        try:
+            kept: Shared | bytes = self._memory.write(data) if shared and data else data
+        except SharedMemoryError as e:
+            with self._changed:
+                self._held_bytes -= size
+            raise DeliveryError(str(e)) from e
+        with self._changed:
+            self._held[key] = _Object(epoch, kept, size, readers={engine})
+        return kept
+
+    def taken(self, engine: str, key: str) -> None:
+        """The engine's ranks are done with an object."""
+        with self._changed:
+            held = self._held.get(key)
+            if held is not None:
+                held.readers.discard(engine)
+                held.takers.add(engine)
+                self._let_go()
+
+    def again(self, key: str) -> None:
+        """A copy turned out to be bad: it is read from the store again, by whoever asks for it next."""
+        with self._changed:
+            if key in self._held:
+                self._drop(key)
+
+    def passed(self, engine: str, epoch: int) -> None:
+        """The engine will not ask for anything of this epoch or an older one again."""
+        with self._changed:
+            if engine in self._passed:
+                self._passed[engine] = max(self._passed[engine], epoch)
+            self._let_go()
+
+    def leave(self, engine: str) -> None:
+        """The engine will not ask for anything again."""
+        with self._changed:
+            self._passed.pop(engine, None)
+            for held in self._held.values():
+                held.readers.discard(engine)
+            self._let_go()
+
+    def _just_missed(self, engine: str, key: str) -> bool:
+        """Whether another engine looked for it a moment ago: several ask the store no more often than one would."""
+        miss = self._missed.get(key)
+        return miss is not None and miss.engine != engine and time.monotonic() - miss.at_s < self._settings.fetch_poll_s
+
+    def _reserve(self, key: str, size: int) -> None:
+        bound = self._settings.receive_bytes_max
+        if size > bound:
+            raise RefusedError(f"object {key} has {size} bytes, more than receive_bytes_max = {bound}: raise it")
+
+        def room() -> bool:
+            for old in [k for k, held in self._held.items() if not held.readers]:
+                if self._held_bytes + size <= bound:
+                    break
+                self._drop(old)
+            return self._held_bytes + size <= bound
+
+        if not self._changed.wait_for(room, self._settings.delivery_timeout_s):
+            raise DeliveryError(
+                f"object {key}: its {size} bytes found no room in {self._settings.delivery_timeout_s} s beside "
+                f"{self._held_bytes} that ranks are reading; raise receive_bytes_max = {bound}"
+            )
+        self._held_bytes += size
+
+    def _let_go(self) -> None:
+        """Drop what every engine is done with."""
+        passed = min(self._passed.values(), default=None)
+        for key, held in list(self._held.items()):
+            over = passed is None or held.epoch <= passed or self._passed.keys() <= held.takers
+            if over and not held.readers:
+                self._drop(key)
+        self._missed = {k: m for k, m in self._missed.items() if passed is not None and m.epoch > passed}
+        self._changed.notify_all()
+
+    def _drop(self, key: str) -> None:
+        held = self._held.pop(key)
+        self._held_bytes -= held.size
+        if isinstance(held.data, Shared):
+            self._memory.remove(held.data)
+        self._changed.notify_all()
+
+
+class Inbox:
+    """One engine's way into the reception of its host."""
+
+    def __init__(self, reception: Reception, engine: str) -> None:
+        self._reception = reception
+        self._engine = engine
+
+    def payload(self, identity: PayloadIdentity) -> Shared | bytes | None:
+        """A payload; None while it is not in sight.  Raises as ``Reception.get``."""
+        return self._reception.get(self._engine, payload_key(identity), identity.epoch, shared=True)
+
+    def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None:
+        """An owner's manifest of an attempt; None while it is not in sight.  Raises as ``Reception.get``."""
+        data = self._reception.get(self._engine, _manifest_key(order, owner), order.epoch, shared=False)
+        assert not isinstance(data, Shared)
+        return data
+
+    def payload_taken(self, identity: PayloadIdentity) -> None:
+        """The ranks are done with it."""
+        self._reception.taken(self._engine, payload_key(identity))
+
+    def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None:
+        """The ranks are done with it."""
+        self._reception.taken(self._engine, _manifest_key(order, owner))
+
+    def payload_again(self, identity: PayloadIdentity) -> None:
+        """The copy that was given is bad."""
+        self._reception.again(payload_key(identity))
+
+    def manifest_again(self, order: Prepare, owner: OwnerRef) -> None:
+        """The copy that was given is bad."""
+        self._reception.again(_manifest_key(order, owner))
+
+    def passed(self, epoch: int) -> None:
+        """Nothing of this epoch or an older one will be asked for again."""
+        self._reception.passed(self._engine, epoch)
+
+    def leave(self) -> None:
+        """Nothing will be asked for again."""
+        self._reception.leave(self._engine)
+
+
+def _manifest_key(order: Prepare, owner: OwnerRef) -> str:
+    return manifest_key(order.record_id, order.target, order.epoch, owner.owner, owner.incarnation)
