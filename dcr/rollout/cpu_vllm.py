@@ -4,11 +4,12 @@ A GPU deployment never imports it.
 
 On a CPU vLLM 0.32 repacks weights after loading: linear layers drop their weight for a packed copy, embeddings and
 ``lm_head`` keep a private packed copy beside it, experts and causal convolutions are packed into the parameter itself.
-In-place refit needs storage as the loader left it.  Three patches keep it so, and compute with plain torch instead:
+In-place refit needs storage as the loader left it.  These patches keep it so, and compute with plain torch instead:
 
 1. linear layers, embeddings, ``lm_head`` and causal convolutions: no packing, ``torch.nn.functional.linear``;
 2. experts: no packing after loading;
-3. experts: a plain torch forward pass that honours the expert map (vLLM's CPU kernel does not).
+3. experts: a plain torch forward pass that honours the expert map (vLLM's CPU kernel does not);
+4. experts without a gate (Nemotron-H): vLLM refuses them on a CPU, since its kernels cannot; the pass of 3 can.
 
 The patches are for proofs and tests; they are slower than vLLM's kernels.  ``dcr.rollout.vllm.cpu_extension`` installs
 them in each worker before the model is loaded.
@@ -29,6 +30,8 @@ SUPPORTED_VERSION = "0.32.0"
 """The patch targets were read in this version of vLLM; any other is refused."""
 
 _EXPERTS = "CPUUnquantizedExperts"
+_UNGATED = "is_act_and_mul=False"
+"""What vLLM's refusal of experts without a gate says."""
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -78,14 +81,18 @@ def install_loader_layout() -> None:
         )
     layers = import_module("vllm.model_executor.layers.utils")
     experts = getattr(import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe"), _EXPERTS, None)
-    patches: list[tuple[Any, str, Callable[..., None]]] = [
+    config = getattr(import_module("vllm.model_executor.layers.fused_moe.config"), "FusedMoEConfig", None)
+    patches: list[tuple[Any, str, Any]] = [
         (layers, "dispatch_cpu_unquantized_gemm", _keep_weight),
         (experts, "process_weights_after_loading", _keep_experts),
         (experts, "apply", _apply_experts),
+        (experts, "_supports_no_act_and_mul", staticmethod(lambda: True)),
+        (experts, "_supports_activation", staticmethod(_supports)),
+        (config, "__post_init__", _allow_ungated(getattr(config, "__post_init__", None))),
     ]
     for owner, name, _ in patches:
         if not callable(getattr(owner, name, None)):
-            where = getattr(owner, "__name__", _EXPERTS)
+            where = getattr(owner, "__name__", _EXPERTS if owner is experts else "FusedMoEConfig")
             raise RefusedError(f"vLLM has no {where}.{name}: the loader-layout patches do not fit this build of vLLM")
     for owner, name, patch in patches:
         setattr(owner, name, patch)
@@ -119,13 +126,19 @@ def _apply_experts(  # noqa: PLR0917  vLLM's signature
     expert_tokens_meta: Any,  # noqa: ARG001
     apply_router_weight_on_input: bool,
 ) -> None:
-    """In place of ``CPUUnquantizedExperts.apply``: gated experts in plain torch over weights in loader layout.
+    """In place of ``CPUUnquantizedExperts.apply``: experts in plain torch over weights in loader layout.
 
-    ``w1`` is [experts, 2 * intermediate, hidden], gate rows first; ``w2`` is [experts, hidden, intermediate].
+    ``w1`` is [experts, 2 * intermediate, hidden], gate rows first, or [experts, intermediate, hidden] where there is no
+    gate; ``w2`` is [experts, hidden, intermediate].
     """
-    gate_activation = _gate_activation(activation)
     if experts.w1_bias is not None or experts.w2_bias is not None:
         raise RefusedError("experts with biases are not covered by the loader-layout patches")
+    inner = _INNER.get(activation.value)
+    if inner is None:
+        raise RefusedError(
+            f"expert activation {activation.value!r} is not covered by the loader-layout patches, only "
+            f"{', '.join(_INNER)}"
+        )
     ids = topk_ids.long()
     if expert_map is not None:  # global expert -> local expert, -1 where another rank holds it
         ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], ids)
@@ -134,16 +147,44 @@ def _apply_experts(  # noqa: PLR0917  vLLM's signature
         token, choice = (ids == expert).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        gate, up = functional.linear(hidden_states[token], w1[expert]).chunk(2, -1)
-        inner = gate_activation(gate.float()).to(up.dtype) * up
-        part = functional.linear(inner, w2[expert]).float()
+        part = functional.linear(inner(functional.linear(hidden_states[token], w1[expert])), w2[expert]).float()
         if not apply_router_weight_on_input:
             part *= topk_weights[token, choice].float()[:, None]
         total.index_add_(0, token, part)
     output.copy_(total)
 
 
-def _gate_activation(activation: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    if activation.value == "silu":
-        return functional.silu
-    raise RefusedError(f"expert activation {activation.value!r} is not covered by the loader-layout patches, only silu")
+def _silu_and_multiply(hidden: torch.Tensor) -> torch.Tensor:
+    gate, up = hidden.chunk(2, -1)
+    return functional.silu(gate.float()).to(up.dtype) * up
+
+
+def _squared_relu(hidden: torch.Tensor) -> torch.Tensor:
+    return functional.relu(hidden).square()
+
+
+_INNER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": _silu_and_multiply,
+    "relu2_no_mul": _squared_relu,
+}
+"""What experts compute between their two matrices, by vLLM's name of the activation."""
+
+
+def _supports(activation: Any) -> bool:
+    """In place of ``CPUUnquantizedExperts._supports_activation``."""
+    return activation.value in _INNER
+
+
+def _allow_ungated(post_init: Any) -> Any:
+    """``FusedMoEConfig.__post_init__`` without its last check, which refuses experts without a gate on a CPU."""
+    if not callable(post_init):
+        return None
+
+    def without_the_last_check(config: Any) -> None:
+        try:
+            post_init(config)
+        except NotImplementedError as error:
+            if _UNGATED not in str(error):
+                raise
+
+    return without_the_last_check

@@ -120,7 +120,7 @@ def test_refit_equals_a_fresh_engine_bit_for_bit(engine, llm, checkpoints, fresh
     generation = engine.generate(BATCH, parameters())
     assert generation.version == 1
     assert tokens(generation) == fresh[1]["tokens"] != fresh[0]["tokens"]
-    assert list(engine.layout_report()["findings"]) == []
+    assert [list(report["findings"]) for report in engine.layout_reports()] == [[]]
 
 
 def test_gate_drains_what_runs_and_holds_what_comes_until_the_next_version(engine, llm, checkpoints, fresh):
@@ -216,7 +216,7 @@ def test_checkpoint_tensors_are_what_the_loader_was_fed(engine, checkpoints):
     assert content(fed) == content(wanted)
 
 
-def test_engines_of_several_ranks_and_without_the_extension_are_refused(llm):
+def test_engines_that_cannot_be_refitted_are_refused_by_name(llm):
     def but(**changes):
         config = copy.copy(llm.llm_engine.vllm_config)
         config.parallel_config = copy.copy(config.parallel_config)
@@ -224,8 +224,10 @@ def test_engines_of_several_ranks_and_without_the_extension_are_refused(llm):
             object.__setattr__(config.parallel_config, name, value)
         return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
 
-    with pytest.raises(RefusedError, match="engine x: tensor_parallel_size=2; only engines of one rank"):
-        VllmEngine(but(tensor_parallel_size=2), name="x")
+    with pytest.raises(RefusedError, match="engine x: data_parallel_size=2; start one engine for each replica"):
+        VllmEngine(but(data_parallel_size=2), name="x")
+    with pytest.raises(RefusedError, match="engine x: nnodes=2; its ranks must run on one host"):
+        VllmEngine(but(nnodes=2), name="x")
     with pytest.raises(RefusedError, match="DcrWorkerExtension"):
         VllmEngine(but(worker_extension_cls=""), name="x")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vllm_models import write_checkpoint  # noqa: F401  part of what tests take from here
 
 from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
@@ -32,45 +32,15 @@ BATCH = [*PROMPTS, LONG_PROMPT]
 TOKENS = 16
 
 
-def write_checkpoint(directory, seed):
-    """A Qwen3-MoE with random weights: fused QKV, gated experts, norms, untied embedding and head."""
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=128,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        decoder_sparse_step=1,
-        norm_topk_prob=True,
-        mlp_only_layers=[],
-    )
-    model = Qwen3MoeForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
-    model.to(torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
 def specs_of(checkpoint) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in read_checkpoint(checkpoint)]
 
 
 def attach(engine, checkpoint):
-    """What a node agent says first to an engine's rank; the rank's answer."""
+    """What a node agent says first to an engine's one rank; the rank's answer."""
     specs = tuple(WireSpec.of(spec) for spec in specs_of(checkpoint))
-    return decode_answer(engine.rank_call(encode(Attach(engine.name, "record", specs, ""))))
+    (answer,) = engine.call_ranks(encode(Attach(engine.name, "record", specs, "")))
+    return decode_answer(answer)
 
 
 def refit(worker, old, new, operation, verify=""):
@@ -165,7 +135,7 @@ def _stock_main(checkpoint):
     before = engine.resident_digests()
     refused = attach(engine, checkpoint).refused
     after = engine.resident_digests()
-    found = [(finding["module"], finding["tensor"]) for finding in engine.layout_report()["findings"]]
+    found = [(finding["module"], finding["tensor"]) for finding in engine.layout_reports()[0]["findings"]]
     engine.shutdown()
     tokens = vllm_twin.greedy(llm, PROMPTS, TOKENS)
     print(json.dumps({"tokens": tokens, "refused": refused, "before": before, "after": after, "found": found}))
