@@ -1,6 +1,7 @@
 """The vLLM receiver of the demo, in a process of its own."""
 
 import argparse
+import json
 import os
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 
 from dcr import RolloutNode  # noqa: E402
 from dcr.rollout.vllm.engine import VllmEngine  # noqa: E402
-from demo.vllm_twin import ENGINE_ARGUMENTS  # noqa: E402
+from demo.vllm_twin import ENGINE_ARGUMENTS, generated, greedy_sampling  # noqa: E402
 
 
 def main() -> None:
@@ -26,8 +27,11 @@ def main() -> None:
     arguments.add_argument("--control", required=True)
     arguments.add_argument("--delivery", required=True)
     arguments.add_argument("--checkpoint", required=True)
+    arguments.add_argument("--name", required=True)
+    arguments.add_argument("--arguments", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     a = arguments.parse_args()
-    engine = VllmEngine(LLM(model=a.checkpoint, **ENGINE_ARGUMENTS), name="vllm")
+    llm = LLM(model=a.checkpoint, **{**ENGINE_ARGUMENTS, **a.arguments})
+    engine = VllmEngine(llm, name=a.name)
     node = RolloutNode(engine, control=a.control, delivery=a.delivery)
 
     def wait_serving(request: dict[str, Any]) -> dict[str, Any]:
@@ -37,9 +41,8 @@ def main() -> None:
         return {"bits": engine.resident_digests()}
 
     def generate(request: dict[str, Any]) -> dict[str, Any]:
-        sampling = SamplingParams(temperature=0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False)
-        made = engine.generate(request["prompts"], sampling)
-        return {"version": made.version, "tokens": [list(o.outputs[0].token_ids) for o in made.outputs]}
+        made = engine.generate(request["prompts"], greedy_sampling(request["tokens"]))
+        return {"version": made.version, **generated(made.outputs)}
 
     def sample(request: dict[str, Any]) -> dict[str, Any]:
         sampling = SamplingParams(
@@ -48,9 +51,15 @@ def main() -> None:
         made = engine.generate([request["prompt"]], sampling)
         return {"tokens": list(made.outputs[0].outputs[0].token_ids)}
 
-    serve({"wait_serving": wait_serving, "bits": bits, "generate": generate, "sample": sample})
+    def status(_: dict[str, Any]) -> dict[str, Any]:
+        objects, size = node.received
+        failure = node.failures.get(a.name, "")
+        return {"version": node.version, "failure": failure, "objects": objects, "bytes": size}
+
+    serve({"wait_serving": wait_serving, "bits": bits, "generate": generate, "sample": sample, "status": status})
     node.close()
     engine.shutdown()
+    llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@
 
 speaks JSON lines: one request a line on standard input, one answer a line on standard output, until the input ends.
 
-    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N}
-    {"digests": {NAME: DIGEST, ...}, "tokens": [[TOKEN, ...], ...], "start_s": S, "rss_bytes": B}
+    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N, "arguments": {NAME: VALUE, ...}}
+    {"digests": {NAME: DIGEST, ...}, "tokens": [[TOKEN, ...], ...], "logprobs": [[P, ...], ...], "start_s": S,
+     "rss_bytes": B}
 
-``digests`` are of every parameter and buffer, ``tokens`` are greedy.  Each request builds a new engine from the
-checkpoint, asks it, and discards it; none is ever refitted.  vLLM is imported once.
+``digests`` are of every parameter and buffer (by ``RANK/NAME`` if there are several ranks), ``tokens`` are greedy, and
+``logprobs`` theirs.  ``arguments`` of ``vllm.LLM`` go before ``ENGINE_ARGUMENTS``, and may be left out.  Each request
+builds a new engine from the checkpoint, asks it, and discards it; none is ever refitted.  vLLM is imported once.
 """
 
 import gc
@@ -33,13 +35,28 @@ ENGINE_ARGUMENTS: dict[str, Any] = {
 """Keyword arguments of ``vllm.LLM`` for the twin, and for an engine that is to be compared with it."""
 
 
-def greedy(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy continuations of token-id prompts, each of exactly ``max_tokens`` tokens."""
+def greedy_sampling(max_tokens: int) -> Any:
+    """``vllm.SamplingParams`` for the likeliest ``max_tokens`` tokens, with their log-probabilities."""
     from vllm import SamplingParams  # noqa: PLC0415  slow to import, and reads its environment then
 
-    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], parameters, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0)
+
+
+def generated(outputs: Sequence[Any]) -> dict[str, Any]:
+    """``tokens`` and ``logprobs`` of ``vllm.RequestOutput``, as in an answer of the twin."""
+    completions = [output.outputs[0] for output in outputs]
+    return {
+        "tokens": [list(c.token_ids) for c in completions],
+        "logprobs": [
+            [chosen[token].logprob for token, chosen in zip(c.token_ids, c.logprobs, strict=True)] for c in completions
+        ],
+    }
+
+
+def greedy(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
+    """Greedy continuations of token-id prompts, each of exactly ``max_tokens`` tokens, as in an answer of the twin."""
+    asked = [{"prompt_token_ids": list(p)} for p in prompts]
+    return generated(llm.generate(asked, greedy_sampling(max_tokens), use_tqdm=False) if asked else [])
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -48,15 +65,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: PLC0415  the same
 
     started = time.monotonic()
-    llm = LLM(model=request["checkpoint"], **ENGINE_ARGUMENTS)
+    llm = LLM(model=request["checkpoint"], **{**ENGINE_ARGUMENTS, **request.get("arguments", {})})
     start_s = time.monotonic() - started
-    (digests,) = llm.collective_rpc("dcr_resident_digests")
-    tokens = greedy(llm, request["prompts"], request["max_tokens"])
+    digests, *others = llm.collective_rpc("dcr_resident_digests")
+    if others:
+        digests = {f"{rank}/{name}": d for rank, one in enumerate([digests, *others]) for name, d in one.items()}
+    made = greedy(llm, request["prompts"], request["max_tokens"])
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()
     gc.collect()
-    return {"digests": digests, "tokens": tokens, "start_s": start_s, "rss_bytes": psutil.Process().memory_info().rss}
+    return {"digests": digests, **made, "start_s": start_s, "rss_bytes": psutil.Process().memory_info().rss}
 
 
 def main() -> None:

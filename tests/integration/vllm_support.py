@@ -87,8 +87,8 @@ class Twin:
     def __init__(self, process):
         self._process = process
 
-    def ask(self, checkpoint, prompts: Sequence[Sequence[int]]) -> dict:
-        request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS}
+    def ask(self, checkpoint, prompts: Sequence[Sequence[int]], **arguments) -> dict:
+        request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS, "arguments": arguments}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -137,7 +137,7 @@ def _stock_main(checkpoint):
     after = engine.resident_digests()
     found = [(finding["module"], finding["tensor"]) for finding in engine.layout_reports()[0]["findings"]]
     engine.shutdown()
-    tokens = vllm_twin.greedy(llm, PROMPTS, TOKENS)
+    tokens = vllm_twin.greedy(llm, PROMPTS, TOKENS)["tokens"]
     print(json.dumps({"tokens": tokens, "refused": refused, "before": before, "after": after, "found": found}))
 
 
