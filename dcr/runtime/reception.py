@@ -24,6 +24,7 @@ class _Object:
     epoch: int
     data: Shared | bytes
     size: int
+    """Bytes of shared memory."""
     readers: set[str] = field(default_factory=set)
     """Engines whose ranks may be reading it now."""
     takers: set[str] = field(default_factory=set)
@@ -123,11 +124,11 @@ class Reception:
                 self._asking.discard(key)
 
     def _keep(self, engine: str, key: str, epoch: int, data: bytes, *, shared: bool) -> Shared | bytes:
-        size = len(data)
+        size = len(data) if shared else 0
         with self._changed:
             self._missed.pop(key, None)
             self.objects += 1
-            self.bytes += size
+            self.bytes += len(data)
             self._reserve(key, size)
         try:
             kept: Shared | bytes = self._memory.write(data) if shared and data else data
