@@ -5,9 +5,8 @@ import signal
 
 from dcr.protocol.step import Step
 from dcr.rollout.vllm.cpu_extension import DcrCpuWorkerExtension
+from demo.kill import KILL_AT_VARIABLE
 
-KILL_AT = "DCR_DEMO_KILL_AT"
-"""Environment variable: the refit in which the last rank dies; unset, it lives."""
 _PAYLOADS = 2
 """How many payloads are in place when it dies."""
 
@@ -22,7 +21,7 @@ class KillableExtension(DcrCpuWorkerExtension):
         super()._dcr_observe(step)
         if step.action == "LearnCommit":
             self._dcr_version, self._dcr_begun = self._dcr_version + 1, 0
-        if step.action != "BeginWrite" or os.environ.get(KILL_AT) != str(self._dcr_version + 1):
+        if step.action != "BeginWrite" or os.environ.get(KILL_AT_VARIABLE) != str(self._dcr_version + 1):
             return
         self._dcr_begun += 1
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]  # the worker's own

@@ -1,27 +1,31 @@
-"""`make demo`: train, refit two live receivers after every step, and prove every bit.
+"""`make demo`: train, refit three live receivers after every step, and prove every bit.
 
-Two training ranks take real optimizer steps; one vLLM engine and one plain torch model serve, each in a process of its
-own.  After every step the weights are pushed, and what each receiver holds is compared, bit for bit, with an untouched
-twin: a fresh model that loads the candidate's checkpoint through the ordinary loader and was never refitted.  The
-checkpoint comes from the trainer's own state dict, not from what was sent.
+Two training ranks take real optimizer steps; a vLLM engine of one rank, one of two tensor-parallel ranks, and a plain
+torch model serve, each in a process of its own.  After every step the weights are pushed, and what each receiver holds
+is compared, bit for bit, with an untouched twin: a fresh model that loads the candidate's checkpoint through the
+ordinary loader and was never refitted.  The checkpoint comes from the trainer's own state dict, not from what was sent.
 """
 
 import argparse
+import json
 import os
 import shutil
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from demo.kill import KILL_AT_VARIABLE
 from demo.process import ROOT, DemoError, Process
 from demo.text import decode, encode
 
 RANKS = 2
-REFITS = 5
-KILL_AT = 3
+REFITS = 3
+KILL_AT = 2
+ENGINES: dict[str, dict[str, int]] = {"vllm": {}, "vllm-tp2": {"tensor_parallel_size": 2}}
+"""The vLLM engines, and how each differs from the twin's usual arguments."""
+VICTIM = "vllm-tp2"
 TOKENS = 24
 PROMPTS = ["The for statement is used to ", "An object's type is "]
 START_TIMEOUT_S = 600
@@ -88,10 +92,11 @@ class Demo:
         loss = self.all_trainers(do="warm_up")["loss"]
         self.save(0)
         self.say(f"warm-up done, loss {loss:.3f}; checkpoint of {self.checkpoint_bytes:,} bytes saved")
-        self.say("starting one vLLM engine, one torch receiver, and their twins")
-        v0 = str(self.checkpoint(0))
-        self.receivers["vllm"] = self.process("receiver-vllm", "demo.vllm_node", *where, "--checkpoint", v0)
-        self.start_torch_receiver(halt_at=KILL_AT if self.kill else 0)
+        self.say("starting a vLLM engine of one rank, one of two, a torch receiver, and their twins")
+        for name in ENGINES:
+            self.start_engine(name, kill_at=KILL_AT if self.kill and name == VICTIM else 0)
+        where += ["--checkpoint", str(self.checkpoint(0))]
+        self.receivers["torch"] = self.process("receiver-torch", "demo.torch_node", *where)
         self.twins["vllm"] = self.process("twin-vllm", "demo.vllm_twin")
         self.twins["torch"] = self.process("twin-torch", "demo.torch_twin")
         owned = self.all_trainers(do="connect")
@@ -102,13 +107,20 @@ class Demo:
             receiver.ask(START_TIMEOUT_S, do="wait_serving", version=0, timeout_s=START_TIMEOUT_S)
             self.say(f"receiver {name} serves version 0")
 
-    def start_torch_receiver(self, halt_at: int) -> None:
-        """Start the torch receiver from the first checkpoint, whatever version is committed."""
-        self.receivers["torch"] = self.process(
-            "receiver-torch",
-            "demo.torch_node",
-            *["--control", self.control, "--delivery", self.delivery],
-            *["--checkpoint", str(self.checkpoint(0)), "--halt-at", str(halt_at)],
+    def start_engine(self, name: str, kill_at: int = 0) -> None:
+        """Start a vLLM engine from the first checkpoint, whatever version is committed.
+
+        Args:
+            name: which.
+            kill_at: the refit in which its last rank is to be killed; 0 for none.
+        """
+        extension = {"worker_extension_cls": "demo.killable_extension.KillableExtension"} if kill_at else {}
+        self.receivers[name] = self.process(
+            f"receiver-{name}",
+            "demo.vllm_node",
+            *["--name", name, "--control", self.control, "--delivery", self.delivery],
+            *["--checkpoint", str(self.checkpoint(0)), "--arguments", json.dumps({**ENGINES[name], **extension})],
+            environment={KILL_AT_VARIABLE: str(kill_at)} if kill_at else None,
         )
 
     # ------------------------------------------------------------ one refit
@@ -119,12 +131,7 @@ class Demo:
         self.save(number)
         for trainer in self.trainers:
             trainer.send(do="push")
-        victim = threading.Thread(target=self.kill_torch_receiver, daemon=True)
-        if self.kill and number == KILL_AT:
-            victim.start()
         report, *_ = [t.answer("push", STEP_TIMEOUT_S)["report"] for t in self.trainers]
-        if self.kill and number == KILL_AT:
-            victim.join(START_TIMEOUT_S)
         if report["version"] != number:
             raise DemoError(f"push {number} committed version {report['version']}")
         self.payload_bytes += report["payload_bytes"]
@@ -134,26 +141,24 @@ class Demo:
         if self.kill and number == KILL_AT:
             self.rejoin(number)
 
-    def kill_torch_receiver(self) -> None:
-        """SIGKILL the torch receiver when it says that it is in the middle of its writes."""
-        halted = self.receivers["torch"].answer("halt", STEP_TIMEOUT_S)["halted"]
-        self.say(f"receiver torch is about to write payload {halted}: SIGKILL")
-        self.receivers["torch"].kill()
-
     def rejoin(self, number: int) -> None:
-        """Start the killed receiver anew; it is restored from the owners' baseline and rejoins."""
-        self.say("receiver torch starts again, from version 0")
-        self.start_torch_receiver(halt_at=0)
-        self.receivers["torch"].ask(START_TIMEOUT_S, do="wait_serving", version=number, timeout_s=START_TIMEOUT_S)
-        self.compare(number, "torch", self.twin_torch(number))
-        self.say(f"receiver torch was restored densely to version {number} and serves it: bit-exact")
+        """Start the engine anew that lost a rank; it is restored from the owners' baseline and rejoins."""
+        failure = self.receivers[VICTIM].ask(STEP_TIMEOUT_S, do="status")["failure"]
+        if not failure:
+            raise DemoError(f"receiver {VICTIM} should have lost a rank in refit {number}")
+        self.say(f"receiver {VICTIM}: its last rank was killed (SIGKILL) in the middle of its writes: {failure}")
+        self.receivers[VICTIM].kill()
+        self.say(f"receiver {VICTIM} starts again, from version 0")
+        self.start_engine(VICTIM)
+        self.receivers[VICTIM].ask(START_TIMEOUT_S, do="wait_serving", version=number, timeout_s=START_TIMEOUT_S)
+        self.compare(number, VICTIM, self.twin_vllm(number, VICTIM)["digests"])
+        self.say(f"receiver {VICTIM} was restored densely to version {number} and serves it: bit-exact")
 
     # ------------------------------------------------------------ the proof
 
     def prove(self, number: int, report: dict[str, Any], loss: float, members: list[str]) -> None:
         """Compare every member with its twin, and print the line of this refit."""
         prompts = [encode(p) for p in PROMPTS]
-        self.twins["vllm"].send(checkpoint=str(self.checkpoint(number)), prompts=prompts, max_tokens=TOKENS)
         said = ""
         for name in members:
             receiver = self.receivers[name]
@@ -161,11 +166,11 @@ class Demo:
             made = receiver.ask(STEP_TIMEOUT_S, do="generate", prompts=prompts, tokens=TOKENS)
             if made["version"] != number:
                 raise DemoError(f"receiver {name} answered with version {made['version']}, not {number}")
-            if name == "vllm":
-                twin = self.twins["vllm"].answer("twin", START_TIMEOUT_S)
+            if name in ENGINES:
+                twin = self.twin_vllm(number, name)
                 self.compare(number, name, twin["digests"])
-                if made["tokens"] != twin["tokens"]:
-                    raise DemoError(f"version {number}: receiver vllm and its twin generate different tokens")
+                if (made["tokens"], made["logprobs"]) != (twin["tokens"], twin["logprobs"]):
+                    raise DemoError(f"version {number}: receiver {name} and its twin generate different tokens")
                 sampled = receiver.ask(STEP_TIMEOUT_S, do="sample", prompt=prompts[0], tokens=2 * TOKENS, seed=number)
                 said = decode(sampled["tokens"])
             else:
@@ -182,6 +187,14 @@ class Demo:
         )
         print(f"         {PROMPTS[0]!r} -> {said!r}", flush=True)
         self.proofs += 1
+
+    def twin_vllm(self, number: int, name: str) -> dict[str, Any]:
+        """What a fresh engine of the same layout holds and answers."""
+        prompts = [encode(p) for p in PROMPTS]
+        checkpoint = str(self.checkpoint(number))
+        twin = self.twins["vllm"]
+        twin.send(checkpoint=checkpoint, prompts=prompts, max_tokens=TOKENS, arguments=ENGINES[name])
+        return twin.answer("twin", START_TIMEOUT_S)
 
     def twin_torch(self, number: int) -> dict[str, str]:
         """Stored bits of the torch receiver's twin."""
@@ -230,7 +243,7 @@ def main() -> int:
         "--kill",
         action="store_true",
         default=os.environ.get("KILL", "") not in ("", "0"),
-        help=f"kill the torch receiver in the middle of refit {KILL_AT} (also KILL=1 in the environment)",
+        help=f"kill a rank of {VICTIM} in the middle of refit {KILL_AT} (also KILL=1 in the environment)",
     )
     arguments.add_argument("--run", type=Path, default=ROOT / "run" / "demo", help="folder for record, payloads, logs")
     a = arguments.parse_args()

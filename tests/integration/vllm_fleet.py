@@ -14,7 +14,7 @@ from vllm_models import write_checkpoint
 from dcr import TrainerRefit
 from dcr.data_plane.bits import bit_view
 from dcr.rollout.checkpoint import read_checkpoint
-from demo.killable_extension import KILL_AT
+from demo.kill import KILL_AT_VARIABLE
 from demo.process import Process
 
 WAIT_S = 240.0  # a bound; an engine of two ranks starts in 15 s on a quiet machine
@@ -109,7 +109,7 @@ class EngineProcess:
 
     def __init__(self, fleet: Fleet, name: str, kill_at: int, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
-        environment = {**support.ENVIRONMENT, **({KILL_AT: str(kill_at)} if kill_at else {})}
+        environment = {**support.ENVIRONMENT, **({KILL_AT_VARIABLE: str(kill_at)} if kill_at else {})}
         where = [f"--{what}={address}" for what, address in fleet.addresses.items()]
         extension = {"worker_extension_cls": "demo.killable_extension.KillableExtension"}
         self._process = Process(
