@@ -106,7 +106,8 @@ def test_every_rank_equals_a_fresh_engine(fleet_of, twin, layout):
     model, arguments = LAYOUTS[layout]
     fleet = fleet_of(model)
     engine = fleet.engine("vllm", **arguments)
-    refits(fleet, engine, twin)
+    # vLLM's Mamba layers fail on a CPU at a prompt of several chunks in a batch, refitted or not.
+    refits(fleet, engine, twin, support.PROMPTS if "nemotron" in model else support.BATCH)
     engine.close()
 
 

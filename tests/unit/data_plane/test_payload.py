@@ -9,6 +9,7 @@ import pytest
 import torch
 import zstandard
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dcr.data_plane.header import Limits
 from dcr.data_plane.item import Item, Operation, TensorSpec
@@ -159,3 +160,34 @@ def test_tensors_that_are_not_known_are_refused_before_decompression(known, mess
         decode_payload(data, known=known)
     assert "record 'run', target 8, epoch 3, owner 'rank0' incarnation 1, sequence 0" in str(refused.value)
     assert decode_payload(small(), known={"w": TensorSpec("w", (10,), torch.bfloat16), "v": None})[0].entries == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(payloads(), st.randoms(use_true_random=False))
+def test_items_that_are_skipped_are_left_out_and_the_others_are_as_before(case, rng):
+    identity, base, items = case
+    data = encode_payload(identity, base, items)
+    names = sorted({i.spec.name for i in items})
+    skip = set(rng.sample(names, rng.randint(0, len(names))))
+    header, decoded = decode_payload(data, skip=skip)
+    assert header == read_header(data)
+    held = [i for i in items if i.spec.name not in skip]
+    assert len(decoded) == len(held)
+    assert all(same(a, b) for a, b in zip(held, decoded, strict=True))
+
+
+def test_a_skipped_item_is_checked_but_for_its_entries():
+    """Its spec, its counts and lengths, and the bytes as they travelled; its decoded entries are nobody's here."""
+    data = small()
+    skip = {"w"}
+    assert decode_payload(data, skip=skip)[1] == []
+    with pytest.raises(RefusedError, match="the receiver has no tensor 'w'"):
+        decode_payload(data, known={}, skip=skip)
+    with pytest.raises(CorruptPayloadError, match="does not match its own digest"):
+        decode_payload(data[:-1] + bytes([data[-1] ^ 1]), skip=skip)
+
+    def longer(header, _):
+        header["items"][0][6] += 1  # a gap byte that no stream has
+
+    with pytest.raises(CorruptPayloadError):
+        decode_payload(rebuild(data, longer), skip=skip)
