@@ -7,6 +7,9 @@ from vllm_fleet import WAIT_S, Canonical, Fleet, check
 
 from dcr import RolloutNode
 from dcr.rollout.torch.engine import TorchEngine
+from dcr.rollout.vllm.engine import EngineCallError, VllmEngine
+from dcr.runtime.rank_messages import decode_answer
+from demo.vllm_twin import ENGINE_ARGUMENTS
 from tests.faults.models import stored_bits
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -128,3 +131,35 @@ def test_an_fp32_checkpoint(fleet_of, twin, held):
     engine = fleet.engine("vllm", dtype=held, **TP2)
     refits(fleet, engine, twin)
     engine.close()
+
+
+def fail_on_the_first_rank(worker):
+    """Run in a worker."""
+    if worker.rank == 0:
+        raise ValueError("not today")
+    return "an answer that nobody fetches"
+
+
+@pytest.mark.long
+def test_answers_to_another_call_lose_the_engine(tmp_path, monkeypatch):
+    """Of a call that fails on one rank vLLM 0.32 gives the other's answer to the next call, and so on for ever."""
+    for name, value in support.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the test sends a function to the workers
+    from vllm import LLM  # noqa: PLC0415
+
+    checkpoint = support.write_checkpoint(tmp_path / "s0", 0, "qwen3-tied")
+    llm = LLM(model=str(checkpoint), **{**ENGINE_ARGUMENTS, **TP2})
+    engine = VllmEngine(llm, name="a", call_timeout_s=60)
+    try:
+        assert engine.ranks == ("0", "1")
+        refused = [decode_answer(answer).refused for answer in engine.call_ranks(b"")]
+        assert all("no request of this version of dcr" in why for why in refused)
+        with pytest.raises(Exception, match="not today"):
+            llm.collective_rpc(fail_on_the_first_rank)
+        with pytest.raises(EngineCallError, match="engine a: ranks answered another call than the last: restart"):
+            engine.call_ranks(b"")
+    finally:
+        engine.shutdown()
+        llm.llm_engine.engine_core.shutdown()

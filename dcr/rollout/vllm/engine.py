@@ -101,9 +101,10 @@ class VllmEngine:
         number = next(self._calls)
         answers = self._rpc("dcr_call", number, request)
         # Where a call of somebody else failed on one rank, vLLM leaves the others' answers to it in the queue.
-        if [a[0] for a in answers] != [number] * len(self.ranks):
+        mine = [a for a in answers if isinstance(a, (tuple, list)) and list(a[:1]) == [number]]
+        if len(mine) != len(self.ranks):
             raise EngineCallError(f"engine {self.name}: ranks answered another call than the last: restart the engine")
-        return [bytes(answer) for _, answer in answers]
+        return [bytes(answer) for _, answer in mine]
 
     def resident_digests(self) -> dict[str, str]:
         """Digest of the stored bits of every parameter and buffer, by name; by ``RANK/name`` if there are several."""

@@ -31,6 +31,8 @@ def test_a_mapping_sets_what_it_names_and_nothing_else():
         ({"gate_mode": "lazy"}, "setting gate_mode: 'lazy' is not one of sync, async"),
         ({"stage_bytes_max": 0}, "setting stage_bytes_max: 0 must be greater than 0"),
         ({"stage_bytes_max": 1 << 51}, "setting stage_bytes_max: 2251799813685248 must be"),
+        ({"receive_bytes_max": 0}, "setting receive_bytes_max: 0 must be greater than 0"),
+        ({"receive_bytes_max": 1 << 51}, "setting receive_bytes_max: 2251799813685248 must be"),
         ({"serve_lease_s": 0.0}, "setting serve_lease_s: 0.0 must be greater than 0"),
         ({"serve_lease_s": 0.5}, "setting serve_lease_s: 0.5 must be greater than record_poll_s, which is 0.5"),
         ({"record_poll_s": 40}, "setting serve_lease_s: 30.0 must be greater than record_poll_s, which is 40.0"),
