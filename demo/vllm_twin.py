@@ -4,10 +4,11 @@
 
 speaks JSON lines: one request a line on standard input, one answer a line on standard output, until the input ends.
 
-    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N}
+    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N, "alone": false}
     {"digests": {NAME: DIGEST, ...}, "tokens": [[TOKEN, ...], ...], "start_s": S, "rss_bytes": B}
 
-``digests`` are of every parameter and buffer, ``tokens`` are greedy.  Each request builds a new engine from the
+``digests`` are of every parameter and buffer, ``tokens`` are greedy; ``alone`` asks one prompt after the other, since
+what shares a batch may round otherwise.  Each request builds a new engine from the
 checkpoint, asks it, and discards it; none is ever refitted.  vLLM is imported once.
 """
 
@@ -51,7 +52,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(model=request["checkpoint"], **ENGINE_ARGUMENTS)
     start_s = time.monotonic() - started
     (digests,) = llm.collective_rpc("dcr_resident_digests")
-    tokens = greedy(llm, request["prompts"], request["max_tokens"])
+    prompts = request["prompts"]
+    batches = [[prompt] for prompt in prompts] if request.get("alone") else [prompts]
+    tokens = [answer for batch in batches for answer in greedy(llm, batch, request["max_tokens"])]
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()

@@ -102,8 +102,8 @@ class Twin:
     def __init__(self, process):
         self._process = process
 
-    def ask(self, checkpoint, prompts: Sequence[Sequence[int]]) -> dict:
-        request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS}
+    def ask(self, checkpoint, prompts: Sequence[Sequence[int]], *, alone=False) -> dict:
+        request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS, "alone": alone}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
