@@ -4,12 +4,12 @@
 
 speaks JSON lines: one request a line on standard input, one answer a line on standard output, until the input ends.
 
-    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N, "alone": false}
+    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N, "alone": false, "arguments": {}}
     {"digests": {NAME: DIGEST, ...}, "tokens": [[TOKEN, ...], ...], "start_s": S, "rss_bytes": B}
 
 ``digests`` are of every parameter and buffer, ``tokens`` are greedy; ``alone`` asks one prompt after the other, since
-what shares a batch may round otherwise.  Each request builds a new engine from the
-checkpoint, asks it, and discards it; none is ever refitted.  vLLM is imported once.
+what shares a batch may round otherwise; ``arguments`` replace some of ``ENGINE_ARGUMENTS``.  Each request builds a new
+engine from the checkpoint, asks it, and discards it; none is ever refitted.  vLLM is imported once.
 """
 
 import gc
@@ -49,7 +49,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: PLC0415  the same
 
     started = time.monotonic()
-    llm = LLM(model=request["checkpoint"], **ENGINE_ARGUMENTS)
+    llm = LLM(model=request["checkpoint"], **{**ENGINE_ARGUMENTS, **request.get("arguments", {})})
     start_s = time.monotonic() - started
     (digests,) = llm.collective_rpc("dcr_resident_digests")
     prompts = request["prompts"]
