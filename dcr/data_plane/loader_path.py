@@ -186,9 +186,19 @@ class LoaderPath:
         return copies
 
     def synchronise(self) -> None:
-        """Wait until every write has reached resident storage on an accelerator; raises what a write raised there."""
+        """Wait until every write has reached resident storage on an accelerator; raises what a write raised there.
+
+        Raises:
+            PartialWriteError: a resident tensor is not where and how it was at prewarm.  Captured graphs and compiled
+                code hold its old address, and would go on reading that.
+        """
         for device in {s.storage.device for s in self._residents.spans if s.storage.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
+        if moved := self._moved():
+            raise PartialWriteError(
+                f"{moved[0]} has other memory, shape, strides or dtype than before the update, so captured graphs would "
+                "not see it; restart the engine"
+            )
 
     def _admit(self, item: Item) -> Learned | None:
         """What was learned for an item; None if it has nothing to do here; RefusedError if it may not be applied."""
@@ -212,12 +222,14 @@ class LoaderPath:
     def _check_storage(self) -> None:
         if self._prewarm is None or self.fingerprint() == self._fingerprint:
             return
-        old, new = self._residents.layout, Residents(self._model).layout
-        moved = sorted(
-            set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)}
-        )
+        moved = self._moved()
         what = moved[0] if moved else "resident memory that the loader consults"
         raise RefusedError(f"{what} moved, was rebound or changed since prewarm; nothing was written, prewarm again")
+
+    def _moved(self) -> list[str]:
+        """Names that are not what they were at prewarm, by address, shape, strides, dtype or device."""
+        old, new = self._residents.layout, Residents(self._model).layout
+        return sorted(set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)})
 
     def _apply_one(self, item: Item, learned: Learned, progress: _Progress) -> int:
         spec = item.spec

@@ -53,6 +53,13 @@ def async_llm(loop, checkpoint, **arguments):
             on(loop, asyncio.to_thread(llm.shutdown))
 
 
+def places(worker):
+    """Run in a worker: where every parameter and buffer lies, and how; what a captured graph would hold."""
+    model = worker.model_runner.get_model()
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: (t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype)) for name, t in named}
+
+
 class Request:
     """A request under way, started at once; what came so far can be read at any time."""
 

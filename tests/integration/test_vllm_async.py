@@ -5,7 +5,7 @@ import time
 
 import pytest
 import vllm_support as support
-from async_vllm import WAIT_S, Request, async_llm, on, running_loop
+from async_vllm import WAIT_S, Request, async_llm, on, places, running_loop
 from vllm_support import LONG_PROMPT, PROMPTS, TOKENS
 
 from dcr.data_plane.item import Operation
@@ -77,8 +77,11 @@ def refit(llm, loop, checkpoints):
     """Brings the engine's storage from the first checkpoint to the second."""
 
     def refit():
+        before = on(loop, llm.collective_rpc(places))
         (changed,) = on(loop, llm.collective_rpc(support.refit, args=(*map(str, checkpoints), Operation.ADD)))
         assert changed > 100_000
+        assert on(loop, llm.collective_rpc(places)) == before  # what graphs and compiled code hold
+        assert len(before[0]) > 20
 
     return refit
 

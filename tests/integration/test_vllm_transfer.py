@@ -195,9 +195,7 @@ def test_what_is_fenced_foreign_or_incomplete_writes_nothing(llm, client, traine
     assert resident(llm) == fresh(trainer, checkpoint)["digests"]
 
 
-def test_a_finish_that_was_lost_leaves_storage_that_takes_a_dense_attempt_only(
-    llm, client, trainer, fresh, monkeypatch
-):
+def test_a_finish_that_was_lost_leaves_storage_for_a_dense_attempt_only(llm, client, trainer, fresh, monkeypatch):
     from dcr.trainer.torch.transfer import SendError  # noqa: PLC0415
 
     trainer.step()
