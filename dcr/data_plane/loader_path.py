@@ -196,7 +196,7 @@ class LoaderPath:
             torch.accelerator.synchronize(device)
         if moved := self._moved():
             raise PartialWriteError(
-                f"{moved[0]} has other memory, shape, strides or dtype than before the update, so captured graphs would "
+                f"{moved[0]} has other memory, shape, strides or dtype than before the update; captured graphs would "
                 "not see it; restart the engine"
             )
 

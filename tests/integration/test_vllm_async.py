@@ -264,13 +264,16 @@ class RawEngine:
             yield LabelledOutput(output, {})
 
 
-def test_an_engine_that_someone_resumes_is_not_written_to(make, loop, llm):
+def test_an_engine_that_someone_resumes_does_not_serve_and_is_paused_again(make, loop, llm):
     engine = make("keep")
     engine.close_gate(WAIT_S)
     on(loop, llm.resume_generation())
     with pytest.raises(RefusedError, match="something else has resumed it"):
         engine.reset_caches()
     assert engine.version is None
+    engine.close_gate(WAIT_S)
+    assert on(loop, llm.is_paused())
+    engine.reset_caches()
 
 
 def test_several_completions_of_a_kept_request_are_labelled_each(make, refit, loop):

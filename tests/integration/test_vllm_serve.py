@@ -148,6 +148,7 @@ def test_streams_through_refits_are_what_each_version_says(address, trainer, twi
         ("VLLM_SERVER_DEV_MODE", [], "VLLM_SERVER_DEV_MODE=1, whose routes resume and write behind the gate"),
         ("", ["--api-server-count", "2"], "--api-server-count"),
         ("", ["--headless"], "--headless"),
+        ("", ["--dcr-settings", '{"drain_timeout": 5}'], "did you mean drain_timeout_s"),
     ],
 )
 def test_other_doors_are_refused_by_name(monkeypatch, variable, options, said):

@@ -181,8 +181,9 @@ class AsyncVllmEngine:
 
     async def _freeze(self, drain_timeout_s: float) -> None:
         self._gate.close()
-        if self._frozen:
+        if self._frozen and await self._llm.is_paused():
             return
+        self._frozen = False  # not yet, or somebody has resumed it
         try:
             async with asyncio.timeout(drain_timeout_s):
                 # Caches are reset after the write, and then the answer is looked at.

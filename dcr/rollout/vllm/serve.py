@@ -10,6 +10,7 @@ It listens on 127.0.0.1 unless ``--host`` says otherwise.
 """
 
 import asyncio
+import json
 import logging
 import signal
 from argparse import Namespace
@@ -21,6 +22,7 @@ from dcr.rollout.node import RolloutNode
 from dcr.rollout.vllm.answer_label import AnswerLabelMiddleware
 from dcr.rollout.vllm.async_engine import AsyncVllmEngine
 from dcr.rollout.vllm.gated_client import GatedClient
+from dcr.runtime.settings import Settings
 
 _log = logging.getLogger("dcr.serve")
 
@@ -51,10 +53,12 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
     )
     dcr.add_argument("--dcr-gate-wait-s", type=float, default=60.0, help="how long a request waits at the closed gate")
     dcr.add_argument("--dcr-held-requests-max", type=int, default=256, help="how many requests wait there at once")
+    dcr.add_argument("--dcr-settings", default={}, type=json.loads, help="fields of dcr/runtime/settings.py, as JSON")
     args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
     _refuse_other_doors(args)
+    Settings.of(args.dcr_settings)  # a wrong one is named before the engine is loaded
     args.host = args.host or "127.0.0.1"
     args.worker_extension_cls = args.worker_extension_cls or "dcr.rollout.vllm.extension.DcrWorkerExtension"
     # Added last, so that it is outermost, and sees what every other middleware answers.
@@ -106,6 +110,7 @@ async def serve(args: Namespace) -> None:
                 control=args.dcr_control,
                 delivery=args.dcr_delivery,
                 record_id=args.dcr_record,
+                settings=args.dcr_settings,
             )
             try:
                 _log.info("engine %s: listening on %s", args.dcr_name, address)
@@ -119,13 +124,14 @@ async def serve(args: Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415  the same
+    import uvloop  # noqa: PLC0415  comes with vLLM, which serves on it
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup  # noqa: PLC0415  vLLM reads its environment then
     from vllm.logger import configure_logging_from_args  # noqa: PLC0415  the same
 
     cli_env_setup()
     args = parse(arguments)
     configure_logging_from_args(args)
-    asyncio.run(serve(args))
+    uvloop.run(serve(args))
 
 
 if __name__ == "__main__":
