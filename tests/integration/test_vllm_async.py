@@ -28,12 +28,6 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def twin():
-    with support.twin() as twin:
-        yield twin
-
-
-@pytest.fixture(scope="module")
 def fresh(checkpoints, twin):
     """What a fresh engine on each checkpoint answers."""
     return [twin.ask(checkpoint, [PROMPT, LONG_PROMPT], alone=True)["tokens"] for checkpoint in checkpoints]

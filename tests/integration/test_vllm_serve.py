@@ -47,12 +47,6 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def twin():
-    with support.twin() as twin:
-        yield twin
-
-
-@pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return tmp_path_factory.mktemp("serve")
 

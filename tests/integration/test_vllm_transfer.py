@@ -22,12 +22,6 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def twin():
-    with support.twin() as twin:
-        yield twin
-
-
-@pytest.fixture(scope="module")
 def llm(checkpoint, twin):
     """A stock ``vllm.LLM`` that was given nothing of dcr but the name of a backend."""
     with pytest.MonkeyPatch.context() as patch:
