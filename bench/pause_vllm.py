@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,10 @@ CONTEXT = 512
 ANSWER_TOKENS = 96
 CHANGED = 0.02
 LIMIT_S = 120.0
+DENSE = "dense load while paused"
+
+Result = tuple[float, float]
+"""Longest gap between two tokens, in milliseconds, and the refit's own time, in seconds."""
 
 
 class Client:
@@ -124,26 +128,31 @@ class Bench:
                 where = torch.rand(weight.shape, generator=self._generator) < CHANGED
                 weight.mul_(torch.where(where, 1.0 + 2.0**-6, 1.0).to(weight.dtype))
 
-    def refit(self, gate_mode: str, on_close: OnClose) -> tuple[float, float]:
-        """One push under a client; the longest gap in milliseconds, and the push's seconds."""
-        engine = AsyncVllmEngine(self._llm, name="bench", on_close=on_close, loop=self._loop)
+    def refits(self, gate_mode: str, order: Sequence[OnClose]) -> dict[str, Result]:
+        """One push for each way to close, under a client each; by the name of the way."""
+        found = {}
         with dcr.TrainerRefit(self._model, **self._addresses, settings={"gate_mode": gate_mode}) as refit:
-            node = dcr.RolloutNode(engine, **self._addresses)
-            try:
-                node.wait_serving(self._version, LIMIT_S)
-                client = Client(engine.generate, self._loop)
-                client.wait_tokens(24)
-                self._step()
-                began = time.perf_counter()
-                self._version = refit.push().version
-                ended = time.perf_counter()
-                node.wait_serving(self._version, LIMIT_S)
-                gap = client.finish(began, time.perf_counter())
-            finally:
-                node.close()
-        return gap, ended - began
+            for on_close in order:
+                engine = AsyncVllmEngine(self._llm, name="bench", on_close=on_close, loop=self._loop)
+                node = dcr.RolloutNode(engine, **self._addresses)
+                try:
+                    node.wait_serving(self._version, LIMIT_S)
+                    found[f"{gate_mode} gate, {on_close}"] = self._push(refit, node, engine)
+                finally:
+                    node.close()
+        return found
 
-    def dense(self) -> tuple[float, float]:
+    def _push(self, refit: dcr.TrainerRefit, node: dcr.RolloutNode, engine: AsyncVllmEngine) -> Result:
+        client = Client(engine.generate, self._loop)
+        client.wait_tokens(24)
+        self._step()
+        began = time.perf_counter()
+        self._version = refit.push().version
+        ended = time.perf_counter()
+        node.wait_serving(self._version, LIMIT_S)
+        return client.finish(began, time.perf_counter()), ended - began
+
+    def dense(self) -> Result:
         """VLLM's own way: pause, load the whole checkpoint in place, resume."""
         self._on(self._llm.resume_generation())
         checkpoint = self._run / "dense"
@@ -157,7 +166,7 @@ class Bench:
         ended = time.perf_counter()
         return client.finish(began, ended), ended - began
 
-    def nothing(self) -> tuple[float, float]:
+    def nothing(self) -> Result:
         """No refit, for as long as one takes."""
         self._on(self._llm.resume_generation())
         client = Client(self._llm.generate, self._loop)
@@ -178,30 +187,27 @@ def _load(worker: Any, checkpoint: str) -> None:
         worker.model_runner.get_model().load_weights(read_checkpoint(checkpoint))
 
 
-def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Gap and seconds of every way, once a round, each round in another order."""
+def measure(rounds: int) -> dict[str, list[Result]]:
+    """Results of every way, once a round, each round in another order."""
+    found: dict[str, list[Result]] = {}
     with tempfile.TemporaryDirectory() as run:
         bench = Bench(Path(run))
         try:
-            ways: dict[str, Callable[[], tuple[float, float]]] = {
-                f"{mode} gate, {on_close}": lambda mode=mode, on_close=on_close: bench.refit(mode, on_close)
-                for mode in GATE_MODES
-                for on_close in ON_CLOSE
-            }
-            ways |= {"dense load while paused": bench.dense, "no refit": bench.nothing}
-            found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             for turn in range(rounds + 1):
-                names = [*ways][turn % len(ways) :] + [*ways][: turn % len(ways)]
-                for name in names:
-                    result = ways[name]()
-                    if turn:  # the first round warms up
-                        found[name].append(result)
+                order = [*ON_CLOSE[turn % 3 :], *ON_CLOSE[: turn % 3]]
+                results: dict[str, Result] = {}
+                for mode in GATE_MODES[:: -1 if turn % 2 else 1]:
+                    results |= bench.refits(mode, order)
+                results |= {DENSE: bench.dense(), "no refit": bench.nothing()}
+                if turn:  # the first round warms up
+                    for way, result in results.items():
+                        found.setdefault(way, []).append(result)
         finally:
             bench.close()
     return found
 
 
-def rows(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
+def rows(found: dict[str, list[Result]]) -> list[dict[str, Any]]:
     """A row a claim, as every bench script gives them."""
 
     def row(claim: str, measured: float, unit: str, peer: float | None = None) -> dict[str, Any]:
@@ -211,7 +217,7 @@ def rows(found: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
         }  # fmt: skip
 
     gaps = {way: statistics.median(gap for gap, _ in results) for way, results in found.items()}
-    dense = gaps["dense load while paused"]
+    dense = gaps[DENSE]
     table = [row(f"longest gap between tokens, {way}", gap, "ms", dense) for way, gap in gaps.items()]
     for way, results in found.items():
         if "gate" in way:
@@ -224,7 +230,7 @@ def main() -> None:
     """Measure and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--rounds", type=int, default=3)
     a = arguments.parse_args()
     table = rows(measure(a.rounds))
     if a.json:
