@@ -63,9 +63,10 @@ def serve(checkpoint, run, *options):
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(50)  # less than what a node waits for a call that nobody answers any more
         except subprocess.TimeoutExpired:
             process.kill()
+            raise
 
 
 def _wait_listening(process, address, log):

@@ -1,6 +1,6 @@
 """The engine client that vLLM's OpenAI server is given: requests pass the gate, and label the HTTP answer."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -28,11 +28,18 @@ class GatedClient:
     Args:
         llm: the LLM.
         engine: the same LLM, wrapped.
+        before_shutdown: ends what calls the LLM from other threads; called before the LLM is shut down.
     """
 
-    def __init__(self, llm: Any, engine: AsyncVllmEngine) -> None:
+    def __init__(self, llm: Any, engine: AsyncVllmEngine, before_shutdown: Callable[[], None]) -> None:
         self._llm = llm
         self._engine = engine
+        self._before_shutdown = before_shutdown
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called by the server in a thread: a call that is under way ends while the LLM is still there to answer it."""
+        self._before_shutdown()
+        self._llm.shutdown(timeout=timeout)
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any

@@ -114,7 +114,7 @@ async def serve(args: Namespace) -> None:
             )
             try:
                 _log.info("engine %s: listening on %s", args.dcr_name, address)
-                ended = await build_and_serve(GatedClient(llm, engine), address, sock, args)
+                ended = await build_and_serve(GatedClient(llm, engine, node.close), address, sock, args)
             finally:
                 await asyncio.to_thread(node.close)
         await ended
