@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr.rollout.vllm.answer_label import AnswerLabelMiddleware, answer_label
@@ -62,11 +62,12 @@ def headers(message):
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda v: st.lists(v) | st.dictionaries(st.text(), v),
-    max_leaves=8,
+    max_leaves=4,
 )
 objects = st.dictionaries(st.text().filter(lambda key: key != "dcr_versions"), json_values, min_size=1)
 
 
+@settings(max_examples=40)
 @given(st.lists(objects, min_size=1, max_size=4), st.sampled_from([b"", b"event: response.delta\n"]), st.booleans())
 def test_every_event_says_the_versions_so_far_and_is_otherwise_the_same(events, name, together):
     raw = [name + b"data: " + json.dumps(event).encode() + b"\n\n" for event in events]
