@@ -4,13 +4,15 @@
 
 speaks JSON lines: one request a line on standard input, one answer a line on standard output, until the input ends.
 
-    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N, "arguments": {NAME: VALUE, ...}}
+    {"checkpoint": DIRECTORY, "prompts": [[TOKEN, ...], ...], "max_tokens": N, "alone": false,
+     "arguments": {NAME: VALUE, ...}}
     {"digests": {NAME: DIGEST, ...}, "tokens": [[TOKEN, ...], ...], "logprobs": [[P, ...], ...], "start_s": S,
      "rss_bytes": B}
 
 ``digests`` are of every parameter and buffer (by ``RANK/NAME`` if there are several ranks), ``tokens`` are greedy, and
-``logprobs`` theirs.  ``arguments`` of ``vllm.LLM`` go before ``ENGINE_ARGUMENTS``, and may be left out.  Each request
-builds a new engine from the checkpoint, asks it, and discards it; none is ever refitted.  vLLM is imported once.
+``logprobs`` theirs; ``alone`` asks one prompt after the other, since what shares a batch may round otherwise.
+``arguments`` of ``vllm.LLM`` go before ``ENGINE_ARGUMENTS``.  Each request builds a new engine from the checkpoint,
+asks it, and discards it; none is ever refitted.  vLLM is imported once.
 """
 
 import gc
@@ -70,7 +72,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     digests, *others = llm.collective_rpc("dcr_resident_digests")
     if others:
         digests = {f"{rank}/{name}": d for rank, one in enumerate([digests, *others]) for name, d in one.items()}
-    made = greedy(llm, request["prompts"], request["max_tokens"])
+    prompts = request["prompts"]
+    batches = [[prompt] for prompt in prompts] if request.get("alone") else [prompts]
+    parts = [greedy(llm, batch, request["max_tokens"]) for batch in batches]
+    made = {key: [one for part in parts for one in part[key]] for key in ("tokens", "logprobs")}
     llm.llm_engine.engine_core.shutdown()
     del llm
     cleanup_dist_env_and_memory()

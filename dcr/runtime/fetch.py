@@ -9,7 +9,7 @@ from dcr.protocol.identity import PayloadIdentity, decode_manifest
 from dcr.protocol.messages import Prepare
 from dcr.protocol.record import OwnerRef
 from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliverable
-from dcr.runtime.reception import Inbox
+from dcr.runtime.reception import Incoming
 
 _TRIES_MAX = 3
 
@@ -33,7 +33,7 @@ class Fetch:
     def __init__(
         self,
         order: Prepare,
-        inbox: Inbox,
+        inbox: Incoming,
         call: Callable[[Payload | SealedManifest | Undeliverable], Answers],
         *,
         timeout_s: float,

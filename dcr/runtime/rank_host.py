@@ -161,7 +161,7 @@ class RankHost:
         by_class: dict[LoaderClass, list[str]] = {c: [] for c in LoaderClass}
         for name, c in sorted(prewarm.classes.items()):
             by_class[c].append(name)
-        loaded = by_class[LoaderClass.PRESERVING] + by_class[LoaderClass.TRANSFORMING]
+        loaded = by_class[LoaderClass.BOX] + by_class[LoaderClass.TRANSFORMING]
         self._storage = storage
         self._known = {s.name: s for s in specs}
         self._skipped = frozenset(by_class[LoaderClass.SKIPPED])

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
 from dcr.protocol.errors import RefusedError
@@ -212,6 +213,17 @@ class Reception:
         self._changed.notify_all()
 
 
+class Incoming(Protocol):
+    """Where the payloads and manifests of an attempt come from; ``Inbox`` says what each call means."""
+
+    def payload(self, identity: PayloadIdentity) -> Shared | bytes | None: ...  # noqa: D102
+    def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None: ...  # noqa: D102
+    def payload_taken(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
+    def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None: ...  # noqa: D102
+    def payload_again(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
+    def manifest_again(self, order: Prepare, owner: OwnerRef) -> None: ...  # noqa: D102
+
+
 class Inbox:
     """One engine's way into the reception of its host."""
 
@@ -256,3 +268,36 @@ class Inbox:
 
 def _manifest_key(order: Prepare, owner: OwnerRef) -> str:
     return manifest_key(order.record_id, order.target, order.epoch, owner.owner, owner.incarnation)
+
+
+class StoreInbox:
+    """A delivery store read directly, for a rank that no node agent receives for.
+
+    Args:
+        delivery: the store.
+        payload_bytes_max: larger payloads are refused before they are read.
+    """
+
+    def __init__(self, delivery: Delivery, payload_bytes_max: int) -> None:
+        self._delivery = delivery
+        self._payload_bytes_max = payload_bytes_max
+
+    def payload(self, identity: PayloadIdentity) -> bytes | None:
+        """A payload; None while it is not in sight.  DeliveryError if the store could not be used."""
+        return self._delivery.get(payload_key(identity), self._payload_bytes_max)
+
+    def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None:
+        """An owner's manifest of an attempt; None while it is not in sight.  Raises as ``payload``."""
+        return self._delivery.get(_manifest_key(order, owner), MANIFEST_BYTES_MAX)
+
+    def payload_taken(self, identity: PayloadIdentity) -> None:
+        """Nothing is kept here."""
+
+    def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None:
+        """Nothing is kept here."""
+
+    def payload_again(self, identity: PayloadIdentity) -> None:
+        """Nothing is kept here: the store is read again."""
+
+    def manifest_again(self, order: Prepare, owner: OwnerRef) -> None:
+        """Nothing is kept here: the store is read again."""

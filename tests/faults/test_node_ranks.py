@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcr import PushError, RolloutNode, TrainerRefit
-from dcr.data_plane.loader_path import LoaderPath
+from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
@@ -64,7 +64,7 @@ class Sharded:
             shard.load_weights(fleet.states[0].items())
         self._hosts = [
             RankHost(
-                lambda specs, shard=shard: LoaderPath(shard, shard.load_weights, specs),
+                lambda specs, shard=shard: Placement(shard, shard.load_weights, specs, sharded=True),
                 state_incarnation=100 + rank,
                 observe=fleet.observe,
                 tied=lambda skipped, loaded, shard=shard: tied_names(shard, skipped, loaded),

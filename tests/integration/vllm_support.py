@@ -87,8 +87,9 @@ class Twin:
     def __init__(self, process):
         self._process = process
 
-    def ask(self, checkpoint, prompts: Sequence[Sequence[int]], **arguments) -> dict:
-        request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS, "arguments": arguments}
+    def ask(self, checkpoint, prompts: Sequence[Sequence[int]], *, alone=False, **arguments) -> dict:
+        request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS, "alone": alone}
+        request["arguments"] = arguments
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()

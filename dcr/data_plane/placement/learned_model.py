@@ -11,7 +11,7 @@ from dcr.data_plane.placement.fingerprint import describe, fingerprint
 from dcr.data_plane.placement.hooked_load import HookedLoad, Progress, Scratch
 from dcr.data_plane.placement.learning import learn
 from dcr.data_plane.placement.prewarm import Load, LoadCall, LoaderClass, Prewarm
-from dcr.data_plane.resident import Residents
+from dcr.data_plane.resident import PartialWriteError, Residents
 from dcr.protocol.errors import RefusedError
 
 
@@ -82,12 +82,12 @@ class LearnedModel:
         """RefusedError if what was learned rests on something that is not as it was."""
         if self._prewarm is None or self.fingerprint() == self._fingerprint:
             return
-        old, new = self._described, describe(Residents(self._model))
-        moved = sorted(
-            set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)}
-        )
+        moved = self._moved(self._described, describe(Residents(self._model)))
         what = moved[0] if moved else "resident memory that the loader consults"
         raise RefusedError(f"{what} moved, was rebound or changed since prewarm; nothing was written, prewarm again")
+
+    def _moved(self, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+        return sorted(set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)})
 
     def check_bindings(self, progress: Progress) -> None:
         """After a load call: raise if the loader has bound other memory to a name."""
@@ -131,6 +131,11 @@ class LearnedModel:
         """See :meth:`Storage.synchronise`."""
         for device in {s.storage.device for s in self._residents.spans if s.storage.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
+        if moved := self._moved(self._residents.layout, Residents(self._model).layout):
+            raise PartialWriteError(
+                f"{moved[0]} has other memory, shape, strides or dtype than before the update; captured graphs would "
+                "not see it; restart the engine"
+            )
 
 
 def check_disjoint(items: Sequence[Item]) -> None:

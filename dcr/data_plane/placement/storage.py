@@ -33,4 +33,9 @@ class Storage(Protocol):
         """
 
     def synchronise(self) -> None:
-        """Wait until every write has reached resident storage; raises what a write raised on an accelerator."""
+        """Wait until every write has reached resident storage; raises what a write raised on an accelerator.
+
+        Raises:
+            PartialWriteError: a resident tensor is not where and how it was at prewarm.  Captured graphs and compiled
+                code hold its old address, and would go on reading that.
+        """

@@ -4,20 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
 
-from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.errors import DcrError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
+from dcr.rollout.vllm.rank_calls import EngineCallError, RankCalls
 
 _T = TypeVar("_T")
-
-
-class EngineCallError(DcrError):
-    """A call into vLLM failed or did not return in time; what it has done is unknown."""
 
 
 class CacheResetError(DcrError):
@@ -52,7 +48,7 @@ class VllmEngine:
         call_timeout_s: how long any one call into vLLM may take.
 
     Raises:
-        RefusedError: the engine is data-parallel or spread over hosts, or its workers were not given the extension.
+        RefusedError: see ``RankCalls``.
 
     Attributes:
         name: as given.
@@ -61,31 +57,15 @@ class VllmEngine:
 
     def __init__(self, llm: Any, *, name: str, gate_wait_s: float = 60.0, call_timeout_s: float = 600.0) -> None:
         config = llm.llm_engine.vllm_config
-        parallel = config.parallel_config
-        if parallel.data_parallel_size != 1:
-            raise RefusedError(
-                f"engine {name}: data_parallel_size={parallel.data_parallel_size}; start one engine for each replica, "
-                "with a name of its own, and give a node all of those on its host"
-            )
-        if parallel.nnodes != 1:
-            raise RefusedError(
-                f"engine {name}: nnodes={parallel.nnodes}; its ranks must run on one host, where the node shares what "
-                "it receives through memory"
-            )
-        if not parallel.worker_extension_cls:
-            raise RefusedError(
-                f"engine {name}: its workers cannot be refitted: start it with "
-                "vllm.LLM(worker_extension_cls='dcr.rollout.vllm.extension.DcrWorkerExtension')"
-            )
         self.name = name
-        self.ranks = tuple(map(str, range(parallel.world_size)))
         self._llm = llm
+        self._ranks = RankCalls(name, config, self._rpc)
+        self.ranks = self._ranks.names
         self._checkpoint = config.model_config.model
         self._call_timeout_s = call_timeout_s
         self._gate = Gate(name, gate_wait_s)
         self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"vllm-{name}")
         self._finished: dict[str, Any] = {}  # by request id; touched only by the caller thread
-        self._calls = count()
 
     @property
     def version(self) -> int | None:
@@ -98,24 +78,15 @@ class VllmEngine:
         Raises:
             EngineCallError: the call failed in vLLM, or did not return in time.
         """
-        number = next(self._calls)
-        answers = self._rpc("dcr_call", number, request)
-        # Where a call of somebody else failed on one rank, vLLM leaves the others' answers to it in the queue.
-        mine = [a for a in answers if isinstance(a, (tuple, list)) and list(a[:1]) == [number]]
-        if len(mine) != len(self.ranks):
-            raise EngineCallError(f"engine {self.name}: ranks answered another call than the last: restart the engine")
-        return [bytes(answer) for _, answer in mine]
+        return self._ranks.call(request)
 
     def resident_digests(self) -> dict[str, str]:
         """Digest of the stored bits of every parameter and buffer, by name; by ``RANK/name`` if there are several."""
-        ranks = self._rpc("dcr_resident_digests")
-        if len(ranks) == 1:
-            return dict(ranks[0])
-        return {f"{rank}/{n}": d for rank, digests in zip(self.ranks, ranks, strict=True) for n, d in digests.items()}
+        return self._ranks.resident_digests()
 
     def layout_reports(self) -> list[dict[str, Any]]:
         """The fields of each rank's ``LayoutReport``, for an operator who wants to know why an engine is refused."""
-        return [dict(report) for report in self._rpc("dcr_layout_report")]
+        return self._ranks.layout_reports()
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical name and tensor of everything that the engine's loader was fed when it started (DESIGN D2)."""
@@ -191,7 +162,7 @@ class VllmEngine:
             return [self._finished.pop(request) for request in ids]
         return None
 
-    def _rpc(self, method: str, *args: object) -> list[Any]:
+    def _rpc(self, method: str, args: tuple[object, ...]) -> list[Any]:
         return list(self._call(method, lambda: self._llm.collective_rpc(method, args=args)))
 
     def _call(self, stage: str, job: Callable[[], _T]) -> _T:

@@ -150,6 +150,17 @@ def test_storage_that_moved_since_prewarm_is_refused(storage, move):
 
 
 @every
+@pytest.mark.parametrize("move", [rebind_data, rebind_parameter, change_dtype, remove])
+def test_storage_that_moves_while_an_update_is_applied_is_not_acknowledged(storage, move):
+    model, path, _, good = ready(storage)
+    path.apply([good])
+    path.synchronise()
+    move(model)
+    with pytest.raises(PartialWriteError, match="captured graphs would not see it"):
+        path.synchronise()
+
+
+@every
 def test_a_changed_table_that_the_loader_consults_is_refused(storage):
     model, path, _, good = ready(storage, loaders.table_lookup)
     model.table[0] = 0
