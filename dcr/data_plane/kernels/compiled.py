@@ -103,6 +103,21 @@ def _store(memory, at, value, action):
 
 
 @_compiled
+def _run_plain(memory, keys, values, begin, end, action, source, step):
+    """Entries that all lie in a box of one dimension without gaps: the usual case, without a question an entry."""
+    if action == SET:
+        for j in range(begin, end):
+            memory[np.uint64((keys[np.uint64(j)] - source) * step)] = values[np.uint64(j)]
+    elif action == XOR:
+        for j in range(begin, end):
+            memory[np.uint64((keys[np.uint64(j)] - source) * step)] ^= values[np.uint64(j)]
+    else:
+        for j in range(begin, end):
+            memory[np.uint64((keys[np.uint64(j)] - source) * step)] += values[np.uint64(j)]
+    return end - begin
+
+
+@_compiled
 def _run(memory, keys, values, begin, end, action, source, depth, widened, dims):
     """Entries of one item into one box; returns how many of them lie in it."""
     hits = np.int64(0)
@@ -110,6 +125,8 @@ def _run(memory, keys, values, begin, end, action, source, depth, widened, dims)
     size, stride, step = np.int64(1), np.int64(1), np.int64(0)
     if depth > 0:
         size, stride, step = dims[0, inner], dims[1, inner], dims[2, inner]
+    if depth == 1 and stride == 1 and widened == 0:
+        return _run_plain(memory, keys, values, begin, end, action, source, step)
     reach = stride * (size - 1)  # beyond it, a row holds nothing
     row, row_end, row_target = np.int64(0), np.int64(0), np.int64(0)  # the row that was looked up last
     for j in range(begin, end):
