@@ -13,7 +13,7 @@ from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import OpenApply
-from dcr.protocol.receiver import PrepareRank, RankStaged
+from dcr.protocol.receiver import PrepareRank
 from dcr.protocol.record import CommitRecord, Committed, OwnerRef
 from dcr.runtime.rank_host import RankHost
 from dcr.runtime.rank_messages import Learn, Undeliverable, decode_answer, encode
@@ -370,10 +370,3 @@ def test_a_commit_of_other_manifests_does_not_make_storage_clean():
     committed = Committed(1, 1, "c", (), rank.root(), "op")
     state = rank.call(Learn(CommitRecord("r", 1, 1, "l", 1, "ee" * 16, committed=committed))).state
     assert (state.version, state.content_digest, state.clean) == (1, "ee" * 16, True)
-
-
-# ---------------------------------------------------------------- the asynchronous gate
-
-
-def staged(answers):
-    return [r.epoch for a in answers for r in a.results if isinstance(r, RankStaged)]

@@ -7,10 +7,15 @@ from rank import LOADED, Rank, acknowledged, failed
 from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import OpenApply
+from dcr.protocol.receiver import RankStaged
 from dcr.protocol.record import CommitRecord
 from dcr.runtime.rank_messages import Learn
 from dcr.runtime.shared_memory import SharedMemory
 from tests.faults.models import dense
+
+
+def staged(answers):
+    return [r.epoch for a in answers for r in a.results if isinstance(r, RankStaged)]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]])
