@@ -20,7 +20,11 @@ FOUND = {
     "nemotron-h 1 group TP2": (
         "nemotron-h-1-group",
         {"tensor_parallel_size": 2},
-        [f"{m}{name}" for m in MAMBA for name in ("A", "conv1d.bias", "conv1d.weight", "in_proj.weight")],
+        [
+            f"{m}{name}"
+            for m in MAMBA
+            for name in ("A", "conv1d.bias", "conv1d.weight", "conv_weights", "in_proj.weight")
+        ],
         [f"{m}{name}" for m in MAMBA for name in ("conv1d.bias", "conv1d.weight", "in_proj.weight")],
     ),
 }
