@@ -299,7 +299,7 @@ def test_calls_on_its_own_loop_and_wrong_settings_are_refused(make, loop, llm):
     with pytest.raises(RefusedError, match="on_close='drop' is not one of wait, keep, abort"):
         AsyncVllmEngine(llm, name="x", on_close="drop", loop=loop)
     with pytest.raises(EngineCallError, match="engine node-a: dcr_nonsense failed in vLLM"):
-        engine._rpc("dcr_nonsense")
+        engine._rpc("dcr_nonsense", ())
 
 
 def test_closing_and_opening_under_load_loses_no_request(make, loop, fresh):

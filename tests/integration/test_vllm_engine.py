@@ -161,7 +161,8 @@ def test_reset_that_vllm_cannot_do_is_an_error(engine, llm):
     engine.close_gate(DRAIN_S)
     llm.enqueue([{"prompt_token_ids": LONG_PROMPT}], parameters(48), use_tqdm=False)  # past the gate: holds blocks
     with pytest.raises(CacheResetError, match="engine node-a/0: vLLM could not reset its prefix cache"):
-        engine.reset_caches()
+        for _ in range(100):  # the engine's core may take the reset before it has begun with the request
+            engine.reset_caches()
     llm.wait_for_completion(use_tqdm=False)
     engine.reset_caches()
 
@@ -234,7 +235,7 @@ def test_engines_that_cannot_be_refitted_are_refused_by_name(llm):
 
 def test_failure_in_the_worker_names_engine_and_call(engine):
     with pytest.raises(EngineCallError, match="engine node-a/0: dcr_nonsense failed in vLLM"):
-        engine._rpc("dcr_nonsense")
+        engine._rpc("dcr_nonsense", ())
     assert engine.generate(PROMPTS, parameters(1)).version == 0
 
 
