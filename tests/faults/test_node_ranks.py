@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcr import PushError, RolloutNode, TrainerRefit
+from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
@@ -55,7 +57,7 @@ class Shard(nn.Module):
 class Sharded:
     """An engine of two ranks in this process."""
 
-    def __init__(self, fleet, name, lacks=()):
+    def __init__(self, fleet, name, lacks=(), way=partial(Placement, sharded=True)):
         self.name = name
         self.ranks = ("0", "1")
         self.shards = [Shard(rank, lacks) for rank in range(2)]
@@ -64,7 +66,7 @@ class Sharded:
             shard.load_weights(fleet.states[0].items())
         self._hosts = [
             RankHost(
-                lambda specs, shard=shard: Placement(shard, shard.load_weights, specs, sharded=True),
+                lambda specs, shard=shard: way(shard, shard.load_weights, specs),
                 state_incarnation=100 + rank,
                 observe=fleet.observe,
                 tied=lambda skipped, loaded, shard=shard: tied_names(shard, skipped, loaded),
@@ -162,7 +164,7 @@ def test_a_node_receives_once_for_all_ranks_of_all_its_engines(fleet_of, node_of
 
 def test_a_rank_that_fails_fails_its_engine_by_name_and_a_retry_repairs_it(fleet_of, node_of):
     fleet = fleet_of()
-    sharded, one = Sharded(fleet, "sharded"), single(fleet, "one")
+    sharded, one = Sharded(fleet, "sharded", way=LoaderPath), single(fleet, "one")
     node = node_of(fleet, [sharded, one])
     node.wait_serving(0, WAIT_S)
     sharded.shards[1].mood.append(ValueError("out of luck"))
