@@ -54,10 +54,13 @@ class Shard(nn.Module):
         return loaded
 
 
+LEARNED = partial(Placement, sharded=True)
+
+
 class Sharded:
     """An engine of two ranks in this process."""
 
-    def __init__(self, fleet, name, lacks=(), way=partial(Placement, sharded=True)):
+    def __init__(self, fleet, name, lacks=(), way=LEARNED):
         self.name = name
         self.ranks = ("0", "1")
         self.shards = [Shard(rank, lacks) for rank in range(2)]

@@ -157,12 +157,16 @@ def test_reset_forgets_the_prefix_cache(engine):
     assert cached() == 0
 
 
+def reset_often(engine):
+    for _ in range(100):  # the engine's core may take a reset before it has begun with the request
+        engine.reset_caches()
+
+
 def test_reset_that_vllm_cannot_do_is_an_error(engine, llm):
     engine.close_gate(DRAIN_S)
     llm.enqueue([{"prompt_token_ids": LONG_PROMPT}], parameters(48), use_tqdm=False)  # past the gate: holds blocks
     with pytest.raises(CacheResetError, match="engine node-a/0: vLLM could not reset its prefix cache"):
-        for _ in range(100):  # the engine's core may take the reset before it has begun with the request
-            engine.reset_caches()
+        reset_often(engine)
     llm.wait_for_completion(use_tqdm=False)
     engine.reset_caches()
 
