@@ -135,6 +135,22 @@ def test_streams_through_refits_are_what_each_version_says(address, trainer, twi
     assert len(answers) == refits + 1  # the versions do say different things
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_engine_of_two_ranks_is_served_and_refitted(checkpoint, tmp_path, twin):
+    with serve(checkpoint, tmp_path, "--dcr-on-close", "wait", "--tensor-parallel-size", "2") as address:
+        trainer = Trainer(checkpoint, tmp_path)
+        client = Client(address, retries=5)
+        with trainer.refit:
+            for version in (1, 2):
+                trainer.step()
+                assert trainer.push() == version
+                tokens, header = client.complete(LONG_PROMPT, TOKENS)
+                assert header == str(version)
+                said = twin.ask(trainer.checkpoints[version], [LONG_PROMPT], tensor_parallel_size=2, max_model_len=512)
+                assert tokens == said["tokens"][0]
+
+
 @pytest.mark.usefixtures("address")
 @pytest.mark.parametrize(
     ("variable", "options", "said"),
