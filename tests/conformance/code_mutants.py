@@ -429,7 +429,7 @@ ON_A_GRAPH = [
         "holds_committed",
         " and (self.engaged == 0 or self.engaged != record.epoch)",
         "",
-        "traces_restore_twice",
+        "traces_restore_in_vain",
         "Admit",
     ),
     CodeMutant(
