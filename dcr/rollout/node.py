@@ -1,7 +1,7 @@
 """The rollout side's front door: the engines of one host, kept at the committed version."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import TensorSpec
 from dcr.delivery.address import open_delivery
 from dcr.protocol.errors import RefusedError
+from dcr.runtime.contents import ReadbackReport
 from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.ranks import Engine
@@ -59,6 +60,7 @@ class RolloutNode:
     Raises:
         RefusedError: an engine cannot be refitted (its layout, its loader), or nothing tells its canonical tensors; or
             two engines have the same name.
+        ReadbackError: an engine was read back, and does not hold the checkpoint that it was started from.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class RolloutNode:
                 store, memory, names, bounds, payload_bytes_max=DEFAULT_LIMITS.payload_bytes_max
             )
             for engine in all_engines:
-                tensors, digest = known[engine.name]
+                tensors, digest, checkpoint = known[engine.name]
                 agent = NodeAgent(
                     engine,
                     name=engine.name,
@@ -102,6 +104,7 @@ class RolloutNode:
                     loaded_digest=digest,
                     settings=bounds,
                     observe=observe,
+                    checkpoint=checkpoint,
                 )
                 self._agents[engine.name] = agent
                 opened.callback(agent.close)
@@ -145,27 +148,43 @@ class RolloutNode:
         agents = self._agents.values() if engine is None else [self._agents[engine]]
         return min(agent.wait_serving(version, deadline - time.monotonic()) for agent in agents)
 
+    def readback(self, timeout_s: float = 600.0) -> dict[str, ReadbackReport]:
+        """Read every engine's storage back now and compare it with the version that it is taken to hold, by digests.
+
+        After anything that may have touched weights behind the node's back, such as a runtime that slept.
+
+        Raises:
+            ReadbackError: an engine does not hold its version: its gate is closed, and it is out of service.
+            RefusedError: an engine is taken to hold none: an attempt is under way, or has failed.
+            NodeError: an engine is out already, or the time ran out.
+        """
+        return {name: agent.readback(timeout_s) for name, agent in self._agents.items()}
+
     def close(self) -> None:
         """Leave: end threads and connections; the gates stay as they are."""
         self._opened.close()
 
 
-def _checkpoint_of(engine: RolloutEngine, specs: Sequence[TensorSpec] | None) -> tuple[Sequence[TensorSpec], str]:
-    """Canonical tensors of an engine and the digest of what it was fed, which is empty if that is not known."""
+def _checkpoint_of(
+    engine: RolloutEngine, specs: Sequence[TensorSpec] | None
+) -> tuple[Sequence[TensorSpec], str, Mapping[str, ContentDigest] | None]:
+    """Canonical tensors of an engine, and the digest of what it was fed, in all and by tensor, if that is known."""
     tensors = engine.checkpoint_tensors()
     if tensors is not None:
         return describe(tensors)
     if specs is None:
         raise RefusedError(f"engine {engine.name}: without a checkpoint, its canonical tensors must come as specs")
-    return specs, ""
+    return specs, "", None
 
 
-def describe(tensors: Iterator[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorSpec, ...], str]:
-    """Specs, sorted by name, and the content digest of a checkpoint (DESIGN D2)."""
+def describe(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> tuple[tuple[TensorSpec, ...], str, dict[str, ContentDigest]]:
+    """Specs, sorted by name, the content digest of a checkpoint (DESIGN D2), and that of each of its tensors."""
     specs: list[TensorSpec] = []
-    total = ContentDigest()
+    digests: dict[str, ContentDigest] = {}
     for name, tensor in tensors:
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
         specs.append(spec)
-        total += digest_elements(spec, None, bit_view(tensor.contiguous()).flatten())
-    return tuple(sorted(specs, key=lambda s: s.name)), total.hex()
+        digests[name] = digest_elements(spec, None, bit_view(tensor.contiguous()).flatten())
+    return tuple(sorted(specs, key=lambda s: s.name)), sum(digests.values(), ContentDigest()).hex(), digests

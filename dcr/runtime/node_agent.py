@@ -4,15 +4,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from itertools import groupby
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
+from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.payload import WIRE_VERSION
 from dcr.protocol import node as role
 from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.identity import Kind
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     Acknowledged,
@@ -30,9 +34,10 @@ from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, Ran
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
+from dcr.runtime.contents import EngineContents, ReadbackError, ReadbackReport
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.observer import Observer, guarded, log_step
-from dcr.runtime.rank_messages import Attach, Learn, WireSpec
+from dcr.runtime.rank_messages import Attach, Contents, Learn, ReadBack, WireSpec
 from dcr.runtime.ranks import Engine, RankLostError, Ranks
 from dcr.runtime.reception import Inbox
 from dcr.runtime.registry import leader_address
@@ -59,6 +64,13 @@ class _Connected:
     pass
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Somebody wants to know what storage holds."""
+
+    answer: Future[ReadbackReport]
+
+
 class NodeAgent:
     """One engine's agent; one thread does everything, in order, so that no order overtakes a write.
 
@@ -73,9 +85,12 @@ class NodeAgent:
         loaded_digest: content digest of what its loader was fed; empty if unknown.
         settings: bounds.
         observe: called with every step of the node role.
+        checkpoint: content digests by tensor of what its loader was fed; storage that is taken to hold that is read
+            back and compared before the engine joins.
 
     Raises:
         RefusedError: a rank cannot be attached to.
+        ReadbackError: storage does not hold what the loader was fed; nothing was written.
         RankLostError: a rank did not answer.
         DcrError: the gate of an engine that an earlier agent left open would not close.
     """
@@ -93,6 +108,7 @@ class NodeAgent:
         loaded_digest: str,
         settings: Settings,
         observe: Observer = log_step,
+        checkpoint: Mapping[str, ContentDigest] | None = None,
     ) -> None:
         self._engine = engine
         self._name = name
@@ -106,6 +122,10 @@ class NodeAgent:
         tensors = tuple(WireSpec.of(s) for s in specs)
         self._ranks = Ranks(engine, name)
         self.attached = self._ranks.attach(Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max))
+        self._specs = tuple(specs)
+        self._unread = False  # whether storage was written in a way that asks for a readback before it serves
+        if checkpoint is not None and self._as_loaded(loaded_digest):
+            self._read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
         self._read_at = time.monotonic()
         self._fetch: Fetch | None = None
@@ -113,7 +133,7 @@ class NodeAgent:
         self._failed: str = ""
         self._warned = ""
         self._stop = threading.Event()
-        self._events: queue.Queue[_Arrived | _Connected] = queue.Queue(settings.events_max)
+        self._events: queue.Queue[_Arrived | _Connected | _Asked] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
             Peer("node", name, self.attached.incarnation),
@@ -163,6 +183,28 @@ class NodeAgent:
             assert serving is not None
             return serving
 
+    def readback(self, timeout_s: float) -> ReadbackReport:
+        """Read storage back now, and compare it with the version that it is taken to hold; requests run meanwhile.
+
+        Args:
+            timeout_s: how long to wait for the answer: what the agent is at comes first.
+
+        Raises:
+            ReadbackError: it does not hold that version; the gate is closed by now, or closing, and the engine is out.
+            RefusedError: it is not taken to hold any: an attempt is under way or has failed.
+            NodeError: the engine is out already, or the time ran out.
+        """
+        asked = _Asked(Future())
+        if self._failed or not self._thread.is_alive():
+            raise NodeError(f"engine {self._name}: {self._failed or 'its node is closed'}")
+        self._events.put(asked, timeout=timeout_s)
+        try:
+            return asked.answer.result(timeout_s)
+        except FutureTimeoutError:
+            raise NodeError(
+                f"engine {self._name}: no readback after {timeout_s} s: {self._failed or self._why()}"
+            ) from None
+
     def _why(self) -> str:
         """What an engine that does not serve waits for."""
         if not self._spoke.connected:
@@ -201,6 +243,9 @@ class NodeAgent:
                     self._do([role.ReadRecord()])
                     self._check_lease()
                     self._follow_leader()
+        except ReadbackError as e:
+            self._give_up(str(e))
+            self._leave()
         except RankLostError as e:
             self._give_up(f"lost with a rank of it: {e}; start the engine anew")
             self._leave()
@@ -221,9 +266,12 @@ class NodeAgent:
             except DcrError as e:
                 _log.warning("engine %s, leaving: %s", self._name, e)
 
-    def _take(self, event: _Arrived | _Connected) -> None:
+    def _take(self, event: _Arrived | _Connected | _Asked) -> None:
         if isinstance(event, _Connected):
             self._send(self._join())
+            return
+        if isinstance(event, _Asked):
+            self._answer(event.answer)
             return
         try:
             self._do(self._role.order(decode_order(event.data)))  # type: ignore[arg-type]
@@ -255,6 +303,9 @@ class NodeAgent:
             case role.ReadRecord():
                 self._read_record()
             case role.StartFetch():
+                wanted = self._settings.readback
+                if wanted == "always" or (wanted == "restore" and effect.order.base.kind is Kind.RESTORE):
+                    self._unread = True
                 self._fetch = Fetch(
                     effect.order, self._inbox, self._ranks.call, timeout_s=self._settings.delivery_timeout_s
                 )
@@ -295,6 +346,9 @@ class NodeAgent:
         self._do(self._role.gate_closed(epoch))
 
     def _open_gate(self, epoch: int) -> None:
+        if self._unread:
+            self._read_back(None)
+            self._unread = False
         try:
             self._engine.reset_caches()
         except Exception as e:  # noqa: BLE001 - a user's function may raise anything; the gate then stays closed
@@ -307,6 +361,38 @@ class NodeAgent:
             return
         # The step is said before the gate opens: a watcher that stops the process at it finds the gate closed.
         self._do(effects)
+
+    def _as_loaded(self, loaded_digest: str) -> bool:
+        """Whether storage is taken to hold what the loader was fed: an earlier agent may have refitted it since."""
+        state = self._ranks.state
+        return bool(loaded_digest) and not state.torn_by and state.content_digest == loaded_digest
+
+    def _read_back(self, checkpoint: Mapping[str, ContentDigest] | None) -> ReadbackReport:
+        """Compare storage with what it is taken to hold, or what the loader was fed; ReadbackError if it differs."""
+        state = self._ranks.state
+        started = time.perf_counter()
+        answers = self._ranks.call(ReadBack())
+        ranks = {rank: r for rank, a in answers.items() for r in a.results if isinstance(r, Contents)}
+        unread = {rank: a.refused for rank, a in answers.items() if rank not in ranks}
+        try:
+            contents = EngineContents.of(self._specs, ranks, unread)
+            report = contents.compare(state.version, state.content_digest, checkpoint)
+        except ReadbackError as e:
+            held = "what it was loaded from" if checkpoint is not None else f"version {state.version}"
+            raise ReadbackError(f"engine {self._name} does not hold {held}, and serves nothing: {e}") from None
+        _log.info("engine %s was read back in %.3f s: %s", self._name, time.perf_counter() - started, report)
+        return report
+
+    def _answer(self, answer: Future[ReadbackReport]) -> None:
+        state = self._ranks.state
+        if state.torn_by or not state.content_digest or self._role.applying is not None:
+            answer.set_exception(RefusedError(f"engine {self._name} holds no version now: {self._why()}"))
+            return
+        try:
+            answer.set_result(self._read_back(None))
+        except DcrError as e:
+            answer.set_exception(e)
+            raise
 
     def _read_record(self) -> None:
         try:

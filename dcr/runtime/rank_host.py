@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -32,9 +32,12 @@ from dcr.runtime.rank_messages import (
     Answer,
     Attach,
     Attached,
+    Contents,
+    HeldBox,
     Learn,
     Orphans,
     Payload,
+    ReadBack,
     Request,
     Result,
     SealedManifest,
@@ -65,7 +68,7 @@ class RankHost:
         not_loaded: asked once, before anything is written: why storage is not what the loader was fed according to
             the node agent; empty if it is, or if the storage factory has seen to that.
         tied: given the canonical tensors that the loader skips here, and those that it loads: which of the former
-            are known to share resident memory with one of the latter.
+            are known to be the same resident memory as one of the latter, and as which.
     """
 
     def __init__(
@@ -76,11 +79,12 @@ class RankHost:
         limits: Limits = DEFAULT_LIMITS,
         observe: Observer = log_step,
         not_loaded: Callable[[], str] = str,
-        tied: Callable[[Sequence[str], Sequence[str]], Iterable[str]] = lambda _skipped, _loaded: (),
+        tied: Callable[[Sequence[str], Sequence[str]], Mapping[str, str]] = lambda _skipped, _loaded: {},
     ) -> None:
         self._factory = storage_factory
         self._not_loaded = not_loaded
-        self._tied = tied
+        self._find_tied = tied
+        self._tied: Mapping[str, str] = {}
         self._incarnation = state_incarnation
         self._limits = limits
         self._observe = guarded(observe)
@@ -121,10 +125,7 @@ class RankHost:
             case OpenApply():
                 return self._carry_out(receiver.open_apply(request.record_id, request.epoch))
             case Payload():
-                if isinstance(request.data, bytes):
-                    return self._payload(receiver, request.identity, request.data)
-                data = read_shared(request.data, self._limits.payload_bytes_max)
-                return self._payload(receiver, request.identity, data, request.data.digest)
+                return self._arrived(receiver, request)
             case SealedManifest():
                 manifest = _checked_manifest(request.data)
                 if (manifest.owner, manifest.epoch) != (request.owner, request.epoch):
@@ -140,6 +141,8 @@ class RankHost:
             case Orphans():
                 self._orphans = frozenset(request.names)
                 return []
+            case ReadBack():
+                return [self._read_back()]
 
     def _attach_to(self, request: Attach) -> Attached:
         if self._attached is not None and self._attach is not None:
@@ -163,6 +166,7 @@ class RankHost:
             by_class[c].append(name)
         loaded = by_class[LoaderClass.BOX] + by_class[LoaderClass.TRANSFORMING]
         self._storage = storage
+        self._tied = self._find_tied(by_class[LoaderClass.SKIPPED], loaded)
         self._known = {s.name: s for s in specs}
         self._skipped = frozenset(by_class[LoaderClass.SKIPPED])
         self._receiver = Receiver(request.engine, request.record_id, loaded_digest)
@@ -172,9 +176,24 @@ class RankHost:
             tuple(by_class[LoaderClass.TRANSFORMING]),
             tuple(by_class[LoaderClass.SKIPPED]),
             {name: prewarm.reasons[name] for name in by_class[LoaderClass.REFUSED]},
-            tuple(sorted(self._tied(by_class[LoaderClass.SKIPPED], loaded))),
+            tuple(sorted(self._tied)),
         )
         return self._attached
+
+    def _arrived(self, receiver: Receiver, request: Payload) -> list[Result]:
+        if isinstance(request.data, bytes):
+            return self._payload(receiver, request.identity, request.data)
+        data = read_shared(request.data, self._limits.payload_bytes_max)
+        return self._payload(receiver, request.identity, data, request.data.digest)
+
+    def _read_back(self) -> Contents:
+        assert self._storage is not None
+        found = self._storage.readback(self._tied)
+        held = {
+            name: tuple(HeldBox(h.extent.sizes, h.extent.strides, h.extent.offset, h.digest.hex()) for h in extents)
+            for name, extents in found.held.items()
+        }
+        return Contents(held, found.wrong, found.unread)
 
     def _payload(
         self, receiver: Receiver, identity: PayloadIdentity, data: bytes | memoryview, received: str = ""

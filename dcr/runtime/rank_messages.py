@@ -89,7 +89,34 @@ class Orphans(_Message, frozen=True):
     names: tuple[str, ...]
 
 
-Request = Attach | PrepareRank | OpenApply | Payload | SealedManifest | Undeliverable | Learn | Orphans
+class ReadBack(_Message, frozen=True):
+    """Read storage back: nothing is written."""
+
+
+Request = Attach | PrepareRank | OpenApply | Payload | SealedManifest | Undeliverable | Learn | Orphans | ReadBack
+
+
+class HeldBox(msgspec.Struct, frozen=True, array_like=True):
+    """Flat indices ``offset + i . strides``, 0 <= i < sizes, of a canonical tensor, and the digest of their bits.
+
+    Two boxes of the same indices have the same sizes, strides and offset, on whatever rank.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    digest: str
+
+
+class Contents(_Message, frozen=True):
+    """What the rank holds, read back from storage."""
+
+    held: dict[str, tuple[HeldBox, ...]]
+    """By canonical tensor; nothing of those that are skipped here and not tied."""
+    wrong: dict[str, str]
+    """What is not as the loader leaves it, seen from here alone, by canonical tensor."""
+    unread: tuple[str, ...]
+    """Canonical tensors that the loader transforms: there is no way back from storage to their bits."""
 
 
 class Attached(_Message, frozen=True):
@@ -104,7 +131,7 @@ class Attached(_Message, frozen=True):
     """Those skipped whose resident memory is known to be written from another canonical tensor."""
 
 
-Result = Attached | RankPrepared | RankStaged | RankAcknowledged | RankFailed | RankState
+Result = Attached | RankPrepared | RankStaged | RankAcknowledged | RankFailed | RankState | Contents
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

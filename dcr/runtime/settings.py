@@ -20,6 +20,9 @@ STAGE_BYTES_MAX = 8 << 30
 RECEIVE_BYTES_MAX = 4 << 30
 
 
+READBACKS = ("start", "restore", "always")
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Bounds and sizes; the defaults are right on one machine.  Times are in seconds, sizes in bytes."""
 
@@ -27,6 +30,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Relative operation where it is allowed: ``add`` (smaller) or ``xor`` (the paper's)."""
     gate_mode: str = "sync"
     """When an engine's gate closes: before payloads are sent (``sync``) or once all are staged (``async``; D18)."""
+    readback: str = "restore"
+    """When an engine's storage is read back and compared: when its node starts (``start``), also after every restore
+    (``restore``), or also after every refit (``always``); each time before the gate opens."""
     bucket_bytes: int = 8 << 20
     """Entries packed into one payload, before compression; at most BUCKET_BYTES_MAX."""
     chunk_elements: int = 1 << 22
@@ -81,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise RefusedError(f"setting operation: {self.operation!r} is not one of add, xor")
         if self.gate_mode not in GATE_MODES:
             raise RefusedError(f"setting gate_mode: {self.gate_mode!r} is not one of {', '.join(GATE_MODES)}")
+        if self.readback not in READBACKS:
+            raise RefusedError(f"setting readback: {self.readback!r} is not one of {', '.join(READBACKS)}")
         if self.bucket_bytes > BUCKET_BYTES_MAX:
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:

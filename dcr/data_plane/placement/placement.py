@@ -140,17 +140,27 @@ class Placement:
         shadow.compare()
         return len(admitted)
 
-    def readback(self) -> Readback:
+    def readback(self, tied: Mapping[str, str] | None = None) -> Readback:
         """What this rank holds, read backwards through the boxes: to be compared with its owners' (DESIGN section 6).
 
         Reads every resident element that a box places, and every constant.
+
+        Args:
+            tied: canonical tensors that are skipped here because they are another one's memory -> that one; those of
+                the same shape and dtype as a ``box`` tensor are read under both names.
 
         Raises:
             RefusedError: prewarm was not called, or storage is not where it was then.
         """
         learned = self._learned("readback")
         self._model.check_storage()
-        return read_back(self._backend, self._table, self._boxed, learned, self._model.residents)
+        specs, also = self._model.specs, dict[TensorSpec, PlacedTensor]()
+        for name, partner in (tied or {}).items():
+            one, number = specs[name], self._numbers.get(partner)
+            if number is not None and (one.shape, one.dtype) == (specs[partner].shape, specs[partner].dtype):
+                also[one] = self._table.tensors[number]
+        parts = [(self._table, self._boxed), (BoxTable.of(list(also.values())), list(also))]
+        return read_back(self._backend, parts, learned, self._model.residents)
 
     @property
     def _backend(self) -> Kernels:

@@ -1,5 +1,6 @@
 """What a rank holds of every canonical tensor, as digests that owners can compare without weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,25 @@ class Extent:
 
     @classmethod
     def of(cls, box: Box) -> "Extent":
-        """The source side of a box."""
-        return cls(box.sizes, box.source_strides, box.source_offset)
+        """The source side of a box, in a form that two boxes of the same elements share, wherever they lie."""
+        dims: list[tuple[int, int]] = []
+        for size, stride in reversed(list(zip(box.sizes, box.source_strides, strict=True))):  # innermost first
+            if dims and stride == dims[-1][0] * dims[-1][1]:
+                dims[-1] = (size * dims[-1][0], dims[-1][1])
+            else:
+                dims.append((size, stride))
+        dims.reverse()
+        return cls(tuple(size for size, _ in dims), tuple(stride for _, stride in dims), box.source_offset)
+
+    @property
+    def numel(self) -> int:
+        """How many indices."""
+        return math.prod(self.sizes)
+
+    @property
+    def last(self) -> int:
+        """The highest index."""
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
 
     def indices(self) -> torch.Tensor:
         """The indices in increasing order: int64, shape [elements]."""
@@ -58,7 +76,8 @@ class Readback:
     """What a rank holds.
 
     Attributes:
-        held: of every ``box`` tensor its extents; an element that lies at two places is in two of them.
+        held: of every ``box`` tensor, and of every tied one that was asked for, its extents; an element that lies at
+            two places is in two of them.
         wrong: what can be told without an owner, by canonical tensor: low halves of widened elements that are not zero,
             constants that are not what the loader fills in.
         unread: names of transforming tensors, which have no way back; compare them by loading version v again under a
@@ -71,28 +90,28 @@ class Readback:
 
 
 def read_back(
-    kernels: Kernels, table: BoxTable, specs: Sequence[TensorSpec], learned: Prewarm, residents: Residents
+    kernels: Kernels, parts: Sequence[tuple[BoxTable, Sequence[TensorSpec]]], learned: Prewarm, residents: Residents
 ) -> Readback:
     """Read every box and every constant.
 
     Args:
         kernels: the backend.
-        table: boxes of ``specs``.
-        specs: the ``box`` tensors.
+        parts: boxes, and the tensors that they are of: each ``box`` tensor, and those tied to one.
         learned: what prewarm learned.
         residents: the storage.
     """
-    contents = iter(kernels.contents(table, specs))
     held: dict[str, tuple[HeldExtent, ...]] = {}
     wrong: dict[str, str] = {}
-    for spec, tensor in zip(specs, table.tensors, strict=True):
-        extents = []
-        for placed in tensor.boxes:
-            content = next(contents)
-            extents.append(HeldExtent(Extent.of(placed.box), placed.box.numel, content.digest))
-            if not content.low_halves_zero:
-                wrong[spec.name] = "the low halves of its widened elements are not all zero"
-        held[spec.name] = tuple(extents)
+    for table, specs in parts:
+        contents = iter(kernels.contents(table, specs))
+        for spec, tensor in zip(specs, table.tensors, strict=True):
+            extents = []
+            for placed in tensor.boxes:
+                content = next(contents)
+                extents.append(HeldExtent(Extent.of(placed.box), placed.box.numel, content.digest))
+                if not content.low_halves_zero:
+                    wrong[spec.name] = "the low halves of its widened elements are not all zero"
+            held[spec.name] = tuple(extents)
     for name, one in learned.learned.items():
         copies = [write.region for write in one.writes if write.constant is None]
         for position, write in enumerate(one.writes):

@@ -1,10 +1,11 @@
 """What a rank host does with resident storage, however it is reached."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dcr.data_plane.item import Item
 from dcr.data_plane.placement.prewarm import Prewarm
+from dcr.data_plane.placement.readback import Readback
 
 
 class Storage(Protocol):
@@ -38,4 +39,14 @@ class Storage(Protocol):
         Raises:
             PartialWriteError: a resident tensor is not where and how it was at prewarm.  Captured graphs and compiled
                 code hold its old address, and would go on reading that.
+        """
+
+    def readback(self, tied: Mapping[str, str] | None = None) -> Readback:
+        """What storage holds, as digests of canonical elements; writes nothing.
+
+        Args:
+            tied: skipped canonical tensors -> the loaded ones whose memory they share, to be read under both names.
+
+        Raises:
+            RefusedError: prewarm was not called, or storage is not where it was then.
         """

@@ -130,7 +130,7 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
             RefusedError: weights are not in their loader's layout, a canonical tensor cannot be refitted in place, or
                 one that the loader transforms is not among ``set_only``.
         """
-        specs, digest = describe(read_checkpoint(self.model_config.model))
+        specs, digest, _ = describe(read_checkpoint(self.model_config.model))
         tensors = tuple(WireSpec.of(spec) for spec in specs)
         (attached,) = self._call(Attach(ENGINE, init_info.record_id, tensors, digest))
         assert isinstance(attached, Attached)

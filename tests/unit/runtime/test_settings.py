@@ -7,7 +7,7 @@ from dcr.runtime.settings import Settings
 def test_every_default_is_a_bound():
     for name in Settings.__struct_fields__:
         value = getattr(Settings(), name)
-        choices = {"operation": ("add", "xor"), "gate_mode": ("sync", "async")}
+        choices = {"operation": ("add", "xor"), "gate_mode": ("sync", "async"), "readback": ("restore",)}
         assert value in choices[name] if name in choices else value > 0
 
 
@@ -29,6 +29,7 @@ def test_a_mapping_sets_what_it_names_and_nothing_else():
         ({"ack_timeout_s": float("nan")}, "setting ack_timeout_s: nan must be greater than 0"),
         ({"operation": "set"}, "setting operation: 'set' is not one of add, xor"),
         ({"gate_mode": "lazy"}, "setting gate_mode: 'lazy' is not one of sync, async"),
+        ({"readback": "never"}, "setting readback: 'never' is not one of start, restore, always"),
         ({"stage_bytes_max": 0}, "setting stage_bytes_max: 0 must be greater than 0"),
         ({"stage_bytes_max": 1 << 51}, "setting stage_bytes_max: 2251799813685248 must be"),
         ({"receive_bytes_max": 0}, "setting receive_bytes_max: 0 must be greater than 0"),
