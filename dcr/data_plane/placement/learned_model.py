@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
-from dcr.data_plane.placement.fingerprint import describe, fingerprint
+from dcr.data_plane.placement.ground import Ground
 from dcr.data_plane.placement.hooked_load import HookedLoad, Progress, Scratch
 from dcr.data_plane.placement.learning import learn
 from dcr.data_plane.placement.prewarm import Load, LoadCall, LoaderClass, Prewarm
@@ -33,8 +33,7 @@ class LearnedModel:
         self._settings = {"torch": torch.__version__, **settings}
         self._scratch = Scratch()
         self._residents = Residents(model)
-        self._described: dict[str, str] = {}
-        self._fingerprint = ""
+        self._ground: Ground | None = None
         self._prewarm: Prewarm | None = None
         self._known: dict[str, tuple[TensorSpec, LoaderClass]] = {}
 
@@ -53,8 +52,7 @@ class LearnedModel:
         self._prewarm, self._known = None, {}
         learned = learn(self._model, self._load, self._order)
         self._residents = Residents(self._model)
-        self._described = describe(self._residents)
-        self._fingerprint = fingerprint(self._described, self._residents, learned.consulted, self._settings)
+        self._ground = Ground(self._model, self._residents, learned.consulted, self._settings)
         self._known = {name: (spec, learned.classes[name]) for name, spec in self._specs.items()}
         self._prewarm = learned
         return learned
@@ -67,27 +65,19 @@ class LearnedModel:
         return [HookedLoad(held, load, call, specs, learned, scratch=scratch) for call in calls]
 
     def fingerprint(self) -> str:
-        """Digest of everything the learned writes rest on, hexadecimal; reads the model anew.
-
-        Of every resident tensor name, address, shape, strides, dtype, device, class and loader attributes; the bits of
-        resident memory that the loader consults, such as expert maps; library versions and loader settings.
-        """
-        now = Residents(self._model)
-        described = describe(now)
-        held = self._prewarm is not None and described == self._described
-        consulted = self._prewarm.consulted if held and self._prewarm is not None else frozenset()
-        return fingerprint(described, now, consulted, self._settings)
+        """Digest of everything the learned writes rest on, see :class:`Ground`; hexadecimal; reads the model anew."""
+        return (self._ground or Ground(self._model, Residents(self._model), (), self._settings)).digest()
 
     def check_storage(self) -> None:
         """RefusedError if what was learned rests on something that is not as it was."""
-        if self._prewarm is None or self.fingerprint() == self._fingerprint:
+        if self._prewarm is None or self._ground is None or self._ground.same():
             return
-        moved = self._moved(self._described, describe(Residents(self._model)))
-        what = moved[0] if moved else "resident memory that the loader consults"
-        raise RefusedError(f"{what} moved, was rebound or changed since prewarm; nothing was written, prewarm again")
-
-    def _moved(self, old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-        return sorted(set(self._residents.rebound()) | {n for n in old.keys() | new.keys() if old.get(n) != new.get(n)})
+        moved = self._ground.moved()
+        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        raise RefusedError(
+            f"{moved[0]}{more} moved, was rebound or changed since prewarm, and the loader may now write elsewhere; "
+            "nothing was written, prewarm again: restart the engine"
+        )
 
     def check_bindings(self, progress: Progress) -> None:
         """After a load call: raise if the loader has bound other memory to a name."""
@@ -131,7 +121,7 @@ class LearnedModel:
         """See :meth:`Storage.synchronise`."""
         for device in {s.storage.device for s in self._residents.spans if s.storage.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
-        if moved := self._moved(self._residents.layout, Residents(self._model).layout):
+        if self._ground is not None and (moved := self._ground.moved_tensors()):
             raise PartialWriteError(
                 f"{moved[0]} has other memory, shape, strides or dtype than before the update; captured graphs would "
                 "not see it; restart the engine"
