@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.placement.composition import StandIns
+from dcr.data_plane.placement.conversion import Conversion, standing_in
 from dcr.data_plane.placement.ground import Ground
 from dcr.data_plane.placement.hooked_load import HookedLoad, Progress, Scratch
 from dcr.data_plane.placement.learning import learn
@@ -23,14 +25,23 @@ class LearnedModel:
         load: its native loader; called in the calling thread, given host tensors.
         specs: every canonical tensor of the checkpoint, in the order of a dense load.
         settings: what else the loader depends on, in words, such as library versions; part of the fingerprint.
+        conversions: what became of resident tensors after loading, one a tensor.
     """
 
-    def __init__(self, model: nn.Module, load: Load, specs: Sequence[TensorSpec], settings: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        load: Load,
+        specs: Sequence[TensorSpec],
+        settings: Mapping[str, str],
+        conversions: Sequence[Conversion] = (),
+    ) -> None:
         self._model = model
         self._load = load
         self._order = tuple(specs)
         self._specs = {s.name: s for s in specs}
         self._settings = {"torch": torch.__version__, **settings}
+        self._conversions = tuple(conversions)
         self._scratch = Scratch()
         self._residents = Residents(model)
         self._ground: Ground | None = None
@@ -50,7 +61,11 @@ class LearnedModel:
     def learn(self) -> Prewarm:
         """Learn anew; raises what :func:`dcr.data_plane.placement.learning.learn` raises."""
         self._prewarm, self._known = None, {}
-        learned = learn(self._model, self._load, self._order)
+        with standing_in(self._model, self._conversions) as standing:
+            stand_ins = StandIns(standing)
+            learned = learn(self._model, self._load, self._order, refuse=stand_ins.why_not)
+        if standing:
+            learned = stand_ins.composed(learned, self._model)
         self._residents = Residents(self._model)
         self._ground = Ground(self._model, self._residents, learned.consulted, self._settings)
         self._known = {name: (spec, learned.classes[name]) for name, spec in self._specs.items()}
@@ -63,6 +78,22 @@ class LearnedModel:
         learned = self._prewarm.learned
         held, load, specs, scratch = self._residents, self._load, self._specs, self._scratch
         return [HookedLoad(held, load, call, specs, learned, scratch=scratch) for call in calls]
+
+    def bad_padding(self) -> dict[str, str]:
+        """Converted tensors that do not hold their constants where no element goes, by a canonical tensor in them."""
+        wrong = {}
+        for one in self._conversions:
+            served = self._residents.by_name[one.name]
+            if not one.padding_holds(served):
+                start, end = served.data_ptr(), served.data_ptr() + served.untyped_storage().nbytes()
+                assert self._prewarm is not None
+                inside = (
+                    n
+                    for n, learned in self._prewarm.learned.items()
+                    if any(start <= b.box.target_offset < end for b in learned.boxes)
+                )
+                wrong[next(inside, one.name)] = f"the padding that its conversion leaves in {one.name} is not there"
+        return wrong
 
     def fingerprint(self) -> str:
         """Digest of everything the learned writes rest on, see :class:`Ground`; hexadecimal; reads the model anew."""

@@ -1,7 +1,7 @@
 """Learning what a native loader does with each canonical tensor, without changing a resident bit."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -18,7 +18,9 @@ GROUP_BYTES = 32 << 20
 """Canonical bytes of the transforming tensors that are loaded in one call, unless one tensor alone has more."""
 
 
-def learn(model: nn.Module, load: Load, specs: Sequence[TensorSpec]) -> Prewarm:
+def learn(
+    model: nn.Module, load: Load, specs: Sequence[TensorSpec], *, refuse: Callable[[Learned], str] = lambda _one: ""
+) -> Prewarm:
     """Learn the class and the writes of every canonical tensor.
 
     No resident bit is changed: writes are withheld, or undone from a journal and a snapshot.
@@ -27,6 +29,7 @@ def learn(model: nn.Module, load: Load, specs: Sequence[TensorSpec]) -> Prewarm:
         model: the runtime's model on this rank.
         load: its native loader; given host tensors, as from a checkpoint.
         specs: every canonical tensor of the checkpoint, in the order of a dense load.
+        refuse: why the writes of a tensor, though understood, are not to be repeated; empty if they are.
 
     Raises:
         RefusedError: two specs share a name.
@@ -35,13 +38,16 @@ def learn(model: nn.Module, load: Load, specs: Sequence[TensorSpec]) -> Prewarm:
     twice = [n for n, count in Counter(s.name for s in specs).items() if count > 1]
     if twice:
         raise RefusedError(f"canonical tensor {twice[0]} is given twice")
-    return _Learner(model, load, specs).learn()
+    return _Learner(model, load, specs, refuse).learn()
 
 
 class _Learner:
     """Learns from one call over all names; from a call a name where the loader fails in, or bypasses, the former."""
 
-    def __init__(self, model: nn.Module, load: Load, specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, model: nn.Module, load: Load, specs: Sequence[TensorSpec], refuse: Callable[[Learned], str]
+    ) -> None:
+        self._refuse = refuse
         self._residents = Residents(model)
         self._prober = Prober(self._residents, load)
         self._specs = [s for s in specs if s.numel]
@@ -183,6 +189,8 @@ class _Learner:
             self._reasons[name] = str(e)
         else:
             self._learned[name] = Learned(one.writes, skip, fit_boxes(one.writes))
+            if why := self._refuse(self._learned[name]):
+                self._reasons[name] = why
 
     def _calls(self, calls: Sequence[Call]) -> tuple[LoadCall, ...]:
         """The first calls without refused tensors; a tensor that is loaded otherwise in such a call is refused too."""

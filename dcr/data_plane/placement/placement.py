@@ -11,6 +11,7 @@ from dcr.data_plane.kernels.box_table import BoxTable, PlacedTensor
 from dcr.data_plane.kernels.choice import kernels_for
 from dcr.data_plane.kernels.interface import Kernels
 from dcr.data_plane.kernels.records import Records
+from dcr.data_plane.placement.conversion import Conversion
 from dcr.data_plane.placement.hooked_load import HookedLoad, Progress
 from dcr.data_plane.placement.learned_model import LearnedModel, check_disjoint
 from dcr.data_plane.placement.loader_path import apply_hooked
@@ -53,9 +54,11 @@ class Placement:
         verify: "" or "dense"; see above.
         settings: what else the loader depends on, in words, such as library versions; part of the fingerprint.
         kernels: the backend; by default the fastest one for where the model lies.
+        conversions: what the runtime did to resident tensors after loading, where it only moved elements; see
+            :mod:`dcr.data_plane.placement.conversion`.  The loader's boxes go on through them.
 
     Raises:
-        RefusedError: an unknown ``verify``.
+        RefusedError: an unknown ``verify``; or one with conversions, for the loader does not write converted storage.
     """
 
     def __init__(
@@ -68,10 +71,15 @@ class Placement:
         verify: str = "",
         settings: Mapping[str, str] | None = None,
         kernels: Kernels | None = None,
+        conversions: Sequence[Conversion] = (),
     ) -> None:
         if verify not in {"", "dense"}:
             raise RefusedError(f"verify is {verify!r}; it must be '' or 'dense'")
-        self._model = LearnedModel(model, load_weights, specs, settings or {})
+        if verify and conversions:
+            raise RefusedError(
+                f"verify={verify!r} loads densely, but the loader does not write converted storage: drop it"
+            )
+        self._model = LearnedModel(model, load_weights, specs, settings or {}, conversions)
         self._sharded = sharded
         self._verify = verify == "dense"
         self._given_kernels = kernels
@@ -160,7 +168,10 @@ class Placement:
             if number is not None and (one.shape, one.dtype) == (specs[partner].shape, specs[partner].dtype):
                 also[one] = self._table.tensors[number]
         parts = [(self._table, self._boxed), (BoxTable.of(list(also.values())), list(also))]
-        return read_back(self._backend, parts, learned, self._model.residents)
+        found = read_back(self._backend, parts, learned, self._model.residents)
+        for name, why in self._model.bad_padding().items():
+            found.wrong.setdefault(name, why)
+        return found
 
     @property
     def _backend(self) -> Kernels:
