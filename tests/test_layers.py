@@ -33,6 +33,8 @@ _CLOCKS_AND_THREADS = {
 # What lets real engines and trainers run without a GPU, and how vLLM's workers get it: these import one another,
 # chaos and cli import them inside a function, and nobody else knows of them.
 _CPU_ONLY = {"rollout/cpu_vllm.py", "rollout/vllm/cpu_extension.py", "trainer/cpu_megatron.py"}
+# The places that change vLLM's own code: for CPUs, and the watch over post-load processing that GPUs need too.
+_PATCHES = ("rollout/cpu_vllm.py", "rollout/vllm/post_load.py")
 
 
 def imports(tree, package):
@@ -116,8 +118,8 @@ def violations(dcr):
                 why = next((f"{cpu} is for CPUs only" for cpu in _CPU_ONLY if names_module(parts[1:], cpu)), why)
             if why:
                 found.append(f"{file}:{line}: {name}: {why}")
-        if file != "rollout/cpu_vllm.py":
-            found += [f"{file}:{line}: only rollout/cpu_vllm.py patches vLLM" for line in patches_of_vllm(tree)]
+        if file not in _PATCHES:
+            found += [f"{file}:{line}: only {' and '.join(_PATCHES)} patch vLLM" for line in patches_of_vllm(tree)]
     return found
 
 

@@ -59,8 +59,8 @@ class StandIns:
         for region, does in (*read, *written):
             if (start := self._holding(region)) is not None:
                 raise RefusedError(
-                    f"the loader {does} {self._standing[start].name}, which is converted after loading, so it cannot be "
-                    "run any more: choose a backend that keeps the loader's layout"
+                    f"the loader {does} {self._standing[start].name}, which is converted after loading, and cannot "
+                    "be run any more: choose a backend that keeps the loader's layout"
                 )
         found: dict[str, Learned] = {}
         for name, one in learned.learned.items():

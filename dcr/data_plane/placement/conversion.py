@@ -81,6 +81,12 @@ class Conversion:
     index_map: IndexMap
     padding: tuple[torch.Tensor, torch.Tensor]
 
+    @property
+    def moves(self) -> bool:
+        """Whether any element lies elsewhere, or there is padding."""
+        same = Box.of((self.form.numel,), (1,), (1,)) if self.form.numel else None
+        return self.shape != self.form.shape or self.index_map.boxes != (() if same is None else (same,))
+
     def placed(self, served: torch.Tensor) -> IndexMap:
         """Row-major index in the loader's layout -> element of the served tensor's storage, from its first one."""
         rows = Box.of(self.shape, _row_major(self.shape), served.stride()) if served.numel() else None

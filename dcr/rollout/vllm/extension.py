@@ -16,17 +16,23 @@ from typing import Any
 import torch
 
 from dcr.data_plane.item import TensorSpec
+from dcr.data_plane.placement.conversion import Conversion
 from dcr.data_plane.placement.placement import Placement
 from dcr.data_plane.resident import resident_digests
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.step import Step
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.tied import tied_names
-from dcr.rollout.vllm.layout import LayoutReport, examine_layout
+from dcr.rollout.vllm import post_load
+from dcr.rollout.vllm.conversions import find_conversions
+from dcr.rollout.vllm.layout import LayoutReport, check_converted, examine_layout
 from dcr.runtime.observer import log_step
 from dcr.runtime.rank_host import NOTHING_KNOWN, RankHost
 from dcr.runtime.rank_messages import Answer, encode
 
 _log = logging.getLogger("dcr.rank")
+
+post_load.watch()
 
 
 class DcrWorkerExtension:
@@ -37,6 +43,7 @@ class DcrWorkerExtension:
 
     _dcr_host: RankHost | None = None
     _dcr_layout: LayoutReport | None = None
+    _dcr_conversions: tuple[Conversion, ...] = ()
 
     def dcr_call(self, number: int, request: bytes) -> tuple[int, bytes]:
         """Forward one request of the node agent to this rank's host, which is built at the first.
@@ -96,12 +103,42 @@ class DcrWorkerExtension:
         more = config.additional_config
         verify = more.get("dcr_verify", "") if isinstance(more, dict) else ""
         sharded = parallel.world_size > 1
-        return Placement(model, model.load_weights, specs, sharded=sharded, verify=verify, settings=settings)
+        conversions = self._dcr_conversions
+        placement = Placement(
+            model,
+            model.load_weights,
+            specs,
+            sharded=sharded,
+            verify=verify,
+            settings=settings,
+            conversions=conversions,
+        )
+        if conversions:
+            placement.prewarm()
+            check_converted(placement, read_checkpoint(self.model_runner.model_config.model))
+        return placement
 
     def _dcr_examine(self) -> LayoutReport:
         # All writes go through the storage that _dcr_storage makes, so the model was not refitted at the first call.
         if self._dcr_layout is None:
             model = self.model_runner.get_model()
             fed = read_checkpoint(self.model_runner.model_config.model)
-            self._dcr_layout = examine_layout(model, model.load_weights, fed)
+            changes = post_load.changes_of(model)
+            if changes is None and (why := post_load.unwatched()):
+                raise RefusedError(f"what vLLM does to weights after loading cannot be watched: {why}")
+            if changes is None:
+                _log.warning(
+                    "the model was loaded before dcr was imported: what vLLM did to weights after loading was not "
+                    "watched, and is found only where the loader's own layout shows it; start the engine with "
+                    "worker_extension_cls to have it watched"
+                )
+            self._dcr_conversions, unlearned = find_conversions(model, changes or ())
+            self._dcr_layout = examine_layout(
+                model,
+                model.load_weights,
+                fed,
+                changes=changes or (),
+                conversions=self._dcr_conversions,
+                unlearned=unlearned,
+            )
         return self._dcr_layout

@@ -1,6 +1,6 @@
 """Whether an engine still holds its weights where its own loader puts them; one that repacked them is refused by name.
 
-Three checks, none of which writes to the model:
+Four checks, none of which writes to the model:
 
 *Shape*.  A parameter that was emptied after loading cannot take an update.
 
@@ -11,17 +11,26 @@ that a function of the module closes over, or a tensor derived after loading.
 turned to a copy of the destination.  A second load of the same checkpoint changes nothing where the layout is the
 loader's own; any other layout (transposed, padded, packed, swapped halves, even of the same shape and address) shows as
 a difference.
+
+*Census*.  What vLLM's post-load processing made, removed or rewrote was counted when it ran (``post_load.py``).  A
+tensor that it made may be derived from weights, and would go on holding the old ones; bits that it rewrote are not the
+loader's.  What only moved elements, and was learned, is no finding: placement goes on through it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 
+from dcr.data_plane.bits import bit_view
+from dcr.data_plane.item import TensorSpec
+from dcr.data_plane.placement.conversion import Conversion, standing_in
+from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.readback import Finding, Readback, split, tensors_of
+from dcr.rollout.vllm.census import Change
 
 _NAMED_MAX = 16
 """How many findings an error spells out; it counts the others."""
@@ -34,6 +43,8 @@ _DERIVED = frozenset(
     }
 )
 """Names of floating-point tensors that no loader writes and that hold nothing derived from weights."""
+
+_HAZARD = "an update would write the loader's layout over it"
 
 WAY_OUT = (
     "refit needs weights in loader layout: on a CPU start the engine with worker_extension_cls="
@@ -78,8 +89,12 @@ def examine_layout(
     model: torch.nn.Module,
     load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     fed: Iterable[tuple[str, torch.Tensor]],
+    *,
+    changes: Sequence[Change] = (),
+    conversions: Sequence[Conversion] = (),
+    unlearned: Mapping[str, str] | None = None,
 ) -> LayoutReport:
-    """Run the three checks; changes nothing.
+    """Run the four checks; changes nothing.
 
     Holds copies of what the loader writes for one canonical tensor at a time (for all of them if the loader takes the
     whole iterator before its first write).
@@ -88,16 +103,57 @@ def examine_layout(
         model: the model as it serves, not refitted since it was loaded.
         load_weights: its native loader.
         fed: the canonical tensors that the loader was fed when the engine started.
+        changes: what post-load processing did.
+        conversions: what of that only moved elements; here the loader meets stand-ins, which are not compared: see
+            ``check_converted``.
+        unlearned: why other changes could not be learned, by tensor.
     """
     findings = [*_emptied(model), *_closed_over(model)]
-    readback = Readback(model)
-    if readback.run(load_weights, fed):
-        findings += _unwritten(model, readback)
-    findings += readback.findings
+    findings += _processed(changes, {one.name for one in conversions}, unlearned or {})
+    with standing_in(model, conversions) as stand_ins:
+        readback = Readback(model, stand_ins)
+        if readback.run(load_weights, fed):
+            findings += _unwritten(model, readback)
+        findings += readback.findings
     first: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         first.setdefault((finding.module, finding.tensor), finding)
     return LayoutReport(tuple(first.values()), readback.tensors_read, readback.writes_compared)
+
+
+def check_converted(placement: Placement, fed: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Read converted storage back through the loader and the conversion, and compare with what the loader was fed.
+
+    Every box is compared for itself, so that a rank proves what it holds without the others.
+
+    Args:
+        placement: prewarmed, over the conversions.
+        fed: as for ``examine_layout``.
+
+    Raises:
+        RepackedError: what was learned of the conversion is not what the engine holds.
+    """
+    found = placement.readback()
+    findings = [Finding(*split(name), why) for name, why in found.wrong.items()]
+    for name, tensor in fed:
+        spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+        bits = bit_view(tensor.contiguous()).flatten()
+        if any(held.digest != held.extent.digest(spec, bits) for held in found.held.get(name, ())):
+            findings.append(Finding(*split(name), "not where vLLM's conversion after loading puts it"))
+    LayoutReport(tuple(findings), len(found.held), 0).raise_if_repacked()
+
+
+def _processed(
+    changes: Sequence[Change], converted: Collection[str], unlearned: Mapping[str, str]
+) -> Iterator[Finding]:
+    """What post-load processing did that an update in place would not repeat."""
+    for change in changes:
+        module, name = split(change.name)
+        if change.name in converted or name in _DERIVED:
+            continue
+        hazard = "what it holds is derived, and would stay as it is" if change.kind == "created" else _HAZARD
+        why = f"; {unlearned[change.name]}" if change.name in unlearned else ""
+        yield Finding(module, name, f"{change.found}: {hazard}{why}")
 
 
 def _emptied(model: torch.nn.Module) -> Iterator[Finding]:
