@@ -65,12 +65,12 @@ class Ground:
         return True
 
     def moved(self) -> list[str]:
-        """What is not as it was: names of tensors, and of attributes as ``module.attribute``."""
+        """What is not as it was: names of tensors, then of attributes as ``module.attribute``."""
         now, attributes = Residents(self._model), describe_attributes(self._model)
-        found = set(_changed(self._tensors, describe_tensors(now))) | set(self._residents.rebound())
-        found |= {name for name, value in self._attributes.items() if attributes.get(name) != value}
-        if found:
-            return sorted(found)
+        tensors = set(_changed(self._tensors, describe_tensors(now))) | set(self._residents.rebound())
+        asked = {name for name, value in self._attributes.items() if attributes.get(name) != value}
+        if tensors or asked:
+            return [*sorted(tensors), *sorted(asked - tensors)]
         return [] if self._bits == self._consulted_bits() else ["resident memory that the loader consults"]
 
     def moved_tensors(self) -> list[str]:

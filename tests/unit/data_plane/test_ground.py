@@ -13,7 +13,7 @@ from torch import nn
 from dcr.data_plane.item import Operation
 from dcr.data_plane.placement.ground import Ground
 from dcr.data_plane.placement.placement import Placement
-from dcr.data_plane.resident import Residents
+from dcr.data_plane.resident import PartialWriteError, Residents
 from dcr.protocol.errors import RefusedError
 
 
@@ -98,6 +98,53 @@ def test_a_change_is_refused_by_name_and_nothing_is_written(named):
         placement.apply([item])
     assert torch.equal(loaders.raw(model.w), before)
     assert placement.fingerprint() != fingerprint
+
+
+class Adapted(nn.Module):
+    """As LoRA wraps a layer: the weights lie where they lay, under another name, and others beside them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora_a = nn.Parameter(torch.zeros(2, 6, dtype=torch.bfloat16), requires_grad=False)
+
+
+def offload(model):
+    """As offloaders do: the same parameter object over other memory, with the same bits."""
+    model.w.data = model.w.data.clone()
+
+
+def retie(model):
+    """A draft model, or a checkpoint that turns out to be tied, takes another one's tensor for its own."""
+    model.head = model.w
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [(offload, r"mlp\.w"), (retie, r"mlp\.head"), (None, r"mlp\.base_layer\.\w+")]
+)
+def test_a_runtime_that_wraps_offloads_or_shares_after_learning_is_refused(change, named):
+    root = nn.Module()
+    root.mlp = mlp = Experts()
+    weights = {"w": loaders.random_bits((4, 6), loaders.BF16, 1)}
+    mlp.load_weights(weights.items())
+    placement = Placement(root, mlp.load_weights, [loaders.TensorSpec("w", (4, 6), loaders.BF16)], sharded=True)
+    placement.prewarm().raise_if_refused()
+    new = loaders.changed(weights["w"], 2, 0.5)
+    if change is None:
+        root.mlp = Adapted(mlp)
+    else:
+        change(mlp)
+    before = loaders.raw(mlp.w).clone()
+    with pytest.raises(RefusedError, match=f"{named}.* moved, was rebound or changed.*nothing was written"):
+        placement.apply([loaders.item("w", weights["w"], new, Operation.SET)])
+    with pytest.raises(PartialWriteError, match="captured graphs would not see it"):
+        placement.synchronise()
+    assert torch.equal(loaders.raw(mlp.w), before)
+    # Learned after it, all three are as good as any other model.
+    again = Placement(root, mlp.load_weights, [loaders.TensorSpec("w", (4, 6), loaders.BF16)], sharded=True)
+    again.prewarm().raise_if_refused()
+    again.apply([loaders.item("w", weights["w"], new, Operation.SET)])
+    assert torch.equal(loaders.raw(mlp.w)[:2], loaders.raw(new)[:2])
 
 
 HARMLESS = {
