@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -9,17 +10,21 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from dcr.data_plane.item import TensorSpec
-from dcr.data_plane.streams import ItemStreams
+from dcr.data_plane.item import Operation, TensorSpec
+from dcr.data_plane.streams import LOW_MAX, ItemStreams
 from dcr.protocol.errors import CorruptPayloadError
 
-STREAMS = ("gaps", "long_gaps", "nibbles", "escapes", *(f"plane{p}" for p in range(8)))
+STREAMS = ("low", "gaps", "long_gaps", "nibbles", "escapes", *(f"plane{p}" for p in range(8)))
 """The streams of a payload in the order in which they travel; plane p holds byte p of every word, least first."""
+LAYOUTS = tuple(range(LOW_MAX + 1))
+"""The item codecs of wire version 1: the streams of ``dcr.data_plane.streams``, with so many low half bytes apart."""
 
 ZSTD_LEVEL = 1
 _SHORT_INDEX_MAX = 1 << 32
 
 Bytes = npt.NDArray[np.uint8]
+Counts = tuple[int, int, int, int]
+"""What an item's header states of its streams: bytes of gaps, numbers of long gaps, escapes and words."""
 
 
 class StreamCodec(enum.IntEnum):
@@ -34,34 +39,54 @@ def long_gap_bytes(spec: TensorSpec) -> int:
     return 4 if spec.numel <= _SHORT_INDEX_MAX else 8
 
 
-def stream_sizes(
-    spec: TensorSpec, *, entries: int, gap_bytes: int, long_gaps: int, escapes: int, words: int, is_set: bool
-) -> tuple[int, ...]:
-    """Bytes that one item takes in each of ``STREAMS``, from the counts in its header."""
-    width = spec.dtype.itemsize
-    nibbles = 0 if is_set else (entries + 1) // 2
+@dataclass(frozen=True)
+class ItemBytes:
+    """One item as it goes into the streams of a payload.
+
+    Attributes:
+        layout: one of LAYOUTS.
+        parts: its bytes in each of STREAMS.
+    """
+
+    layout: int
+    parts: tuple[Bytes, ...]
+
+
+def stream_sizes(spec: TensorSpec, operation: Operation, layout: int, entries: int, counts: Counts) -> tuple[int, ...]:
+    """Bytes that one item takes in each of ``STREAMS``, from the numbers in its header."""
+    gap_bytes, long_gaps, escapes, words = counts
+    width, pairs = spec.dtype.itemsize, (entries + 1) // 2
+    nibbles = 0 if operation is Operation.SET else pairs
     planes = (words,) * width + (0,) * (8 - width)
-    return (gap_bytes, long_gaps * long_gap_bytes(spec), nibbles, escapes, *planes)
+    return (layout * pairs, gap_bytes, long_gaps * long_gap_bytes(spec), nibbles, escapes, *planes)
 
 
-def to_bytes(spec: TensorSpec, streams: ItemStreams) -> list[Bytes]:
+def counts_of(spec: TensorSpec, written: ItemBytes) -> Counts:
+    """What an item's header states, beside the entries, of its bytes."""
+    _, gaps, long_gaps, _, escapes, first, *_ = (part.size for part in written.parts)
+    return gaps, long_gaps // long_gap_bytes(spec), escapes, first
+
+
+def to_bytes(spec: TensorSpec, layout: int, streams: ItemStreams) -> ItemBytes:
     """One item's bytes for each of ``STREAMS``, little-endian."""
     long_gaps = streams.long_gaps.cpu().numpy().astype(f"<u{long_gap_bytes(spec)}").view(np.uint8)
     words = streams.words.cpu().numpy()
     planes = [((words >> (8 * p)) & 0xFF).astype(np.uint8) for p in range(spec.dtype.itemsize)]
     unused = [np.empty(0, np.uint8)] * (8 - len(planes))
-    small = (streams.gaps.cpu().numpy(), long_gaps, streams.nibbles.cpu().numpy(), streams.escapes.cpu().numpy())
-    return [*small, *planes, *unused]
+    low, gaps, nibbles, escapes = (
+        stream.cpu().numpy() for stream in (streams.low, streams.gaps, streams.nibbles, streams.escapes)
+    )
+    return ItemBytes(layout, (low, gaps, long_gaps, nibbles, escapes, *planes, *unused))
 
 
-def from_bytes(spec: TensorSpec, parts: Sequence[Bytes]) -> ItemStreams:
+def from_bytes(spec: TensorSpec, written: ItemBytes) -> ItemStreams:
     """What ``to_bytes`` wrote, as tensors on the CPU."""
-    gaps, long_gaps, nibbles, escapes, *planes = parts
+    low, gaps, long_gaps, nibbles, escapes, *planes = written.parts
     words = np.zeros(planes[0].size, np.int64)
     for p in range(spec.dtype.itemsize):
         words |= planes[p].astype(np.int64) << (8 * p)
     wide = np.frombuffer(long_gaps.tobytes(), f"<u{long_gap_bytes(spec)}").astype(np.uint64).view(np.int64)
-    return ItemStreams(*(torch.from_numpy(part) for part in (gaps, wide, nibbles, escapes, words)))
+    return ItemStreams(*(torch.from_numpy(part) for part in (low, gaps, wide, nibbles, escapes, words)))
 
 
 def split(stream: Bytes, sizes: Sequence[int]) -> list[Bytes]:

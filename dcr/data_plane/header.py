@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from dcr.data_plane.bits import dtype_of
-from dcr.data_plane.codec import STREAMS, StreamCodec, stream_sizes
+from dcr.data_plane.codec import LAYOUTS, STREAMS, StreamCodec, stream_sizes
 from dcr.data_plane.item import Operation, TensorSpec
 from dcr.data_plane.streams import LONG_GAP_MIN
 from dcr.protocol.errors import CorruptPayloadError, RefusedError
@@ -18,8 +18,12 @@ INTEGER_MAX = (1 << 63) - 1
 TEXT_MAX = 1024
 """No string in a header has more characters."""
 DIMENSIONS_MAX = 32
-ITEM_CODEC = 0
-"""The one item codec of wire version 0: the streams of ``dcr.data_plane.streams``."""
+COUNTS = 4
+"""Numbers that the item codecs of this version state: ``codec.Counts``."""
+COUNTS_MAX = 16
+"""No item codec, known here or later, states more numbers of its streams."""
+STREAMS_MAX = 64
+"""No payload has more streams."""
 
 Count = Annotated[int, Meta(ge=0, le=INTEGER_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
@@ -32,6 +36,7 @@ class Limits:
     payload_bytes_max: int = 256 << 20
     """The whole payload as it travels."""
     header_bytes_max: int = 16 << 20
+    """The header before compression."""
     items_max: int = 1 << 16
     entries_max: int = 1 << 26
     decoded_bytes_max: int = 1 << 30
@@ -50,10 +55,8 @@ class ItemHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     operation: Operation
     codec: Count
     entries: Count
-    gap_bytes: Count
-    long_gaps: Count
-    escapes: Count
-    words: Count
+    counts: Annotated[tuple[Count, ...], Meta(max_length=COUNTS_MAX)]
+    """As the codec defines them; for the codecs of this version, ``codec.Counts``."""
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
     """XXH3-128 (big-endian) over the indices as int64, then the values, both little-endian."""
 
@@ -65,15 +68,8 @@ class ItemHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     @property
     def stream_sizes(self) -> tuple[int, ...]:
         """The item's bytes in each of ``codec.STREAMS``."""
-        return stream_sizes(
-            self.spec,
-            entries=self.entries,
-            gap_bytes=self.gap_bytes,
-            long_gaps=self.long_gaps,
-            escapes=self.escapes,
-            words=self.words,
-            is_set=self.operation is Operation.SET,
-        )
+        gap_bytes, long_gaps, escapes, words = self.counts
+        return stream_sizes(self.spec, self.operation, self.codec, self.entries, (gap_bytes, long_gaps, escapes, words))
 
     @property
     def decoded_bytes(self) -> int:
@@ -84,18 +80,20 @@ class ItemHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class StreamHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How one stream of the body travels."""
 
+    stream: Count
+    """Its place in ``codec.STREAMS``."""
     codec: StreamCodec
     raw_bytes: Count
     wire_bytes: Count
 
 
 class PayloadHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole header; one stream header for each of ``codec.STREAMS``."""
+    """The whole header; a stream header for each of ``codec.STREAMS`` that is not empty, in their order."""
 
     identity: PayloadIdentity
     base: Base
     items: tuple[ItemHeader, ...]
-    streams: tuple[StreamHeader, ...]
+    streams: Annotated[tuple[StreamHeader, ...], Meta(max_length=STREAMS_MAX)]
 
     @property
     def entries(self) -> int:
@@ -112,7 +110,14 @@ class PayloadHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class _Outline(msgspec.Struct):
+    """A header whose items are counted before any of them is made into an object."""
+
+    items: msgspec.Raw
+
+
 _decoder = msgspec.msgpack.Decoder(PayloadHeader)
+_outline_decoder = msgspec.msgpack.Decoder(_Outline)
 
 
 def encode_header(header: PayloadHeader) -> bytes:
@@ -128,24 +133,38 @@ def decode_header(data: bytes | memoryview, body_bytes: int, items_max: int) -> 
 
     Raises:
         CorruptPayloadError: the bytes are not the canonical form of a header that agrees.
-        RefusedError: more than items_max items, which are not looked at.
+        RefusedError: more than items_max items, which are not looked at, or an item codec that is not known.
     """
     try:
+        count = _array_length(_outline_decoder.decode(data).items)
+        if count > items_max:
+            raise RefusedError(f"payload header: {count} items, at most {items_max} are allowed")
         header = _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CorruptPayloadError(f"payload header: {error}") from error
     _check_identity(header)
     if encode_header(header) != data:
         raise CorruptPayloadError(f"{header.where}: its header is not in canonical form")
-    if len(header.items) > items_max:
-        raise RefusedError(f"{header.where}: {len(header.items)} items, at most {items_max} are allowed")
     for item in header.items:
+        if item.codec not in LAYOUTS:
+            raise RefusedError(
+                f"{header.where}: item {item.name!r} has item codec {item.codec}, this release knows only "
+                f"{', '.join(map(str, LAYOUTS))}: run the release of the trainer"
+            )
         problem = _item_problem(item, header.base.kind)
         if problem:
             raise CorruptPayloadError(f"{header.where}: item {item.name!r}: {problem}")
     _check_specs(header)
     _check_streams(header, body_bytes)
     return header
+
+
+def _array_length(raw: msgspec.Raw) -> int:
+    """What a MessagePack array states as its length; 0 for anything else, which the whole decoder refuses."""
+    head = bytes(memoryview(raw)[:5])
+    if head[0] in range(0x90, 0xA0):
+        return head[0] - 0x90
+    return int.from_bytes(head[1 : {0xDC: 3, 0xDD: 5}.get(head[0], 1)], "big")
 
 
 def check_limits(header: PayloadHeader, limits: Limits) -> None:
@@ -178,16 +197,17 @@ def _item_problem(item: ItemHeader, kind: Kind) -> str:
     is_set = item.operation is Operation.SET
     if spec.numel > INTEGER_MAX:
         return f"{spec.numel} elements, at most {INTEGER_MAX} are allowed"
-    if item.codec != ITEM_CODEC:
-        return f"item codec {item.codec}, only {ITEM_CODEC} is known"
+    if len(item.counts) != COUNTS:
+        return f"{len(item.counts)} counts, item codec {item.codec} has {COUNTS}"
     if not is_set and kind is not Kind.RELATIVE:
         return f"{item.operation} entries in a payload of kind {kind}, which only sets"
+    gap_bytes, long_gaps, escapes, words = item.counts
     ranges = {
         "entries": (item.entries, 0, spec.numel),
-        "gap bytes": (item.gap_bytes, item.entries, 4 * item.entries),
-        "long gaps": (item.long_gaps, 0, min(item.entries, spec.numel // LONG_GAP_MIN)),
-        "escapes": (item.escapes, 0, 0 if is_set else item.entries),
-        "words": (item.words, item.entries if is_set else 0, item.entries if is_set else item.escapes),
+        "gap bytes": (gap_bytes, item.entries, 4 * item.entries),
+        "long gaps": (long_gaps, 0, min(item.entries, (spec.numel >> 4 * item.codec) // LONG_GAP_MIN)),
+        "escapes": (escapes, 0, 0 if is_set else item.entries),
+        "words": (words, item.entries if is_set else 0, item.entries if is_set else escapes),
     }
     for what, (found, low, high) in ranges.items():
         if not low <= found <= high:
@@ -206,10 +226,13 @@ def _check_specs(header: PayloadHeader) -> None:
 
 
 def _check_streams(header: PayloadHeader, body_bytes: int) -> None:
-    if len(header.streams) != len(STREAMS):
-        raise CorruptPayloadError(f"{header.where}: {len(header.streams)} streams, not {len(STREAMS)}")
     stated = [sum(sizes) for sizes in zip(*(i.stream_sizes for i in header.items), strict=True)]
-    for name, stream, raw in zip(STREAMS, header.streams, stated or [0] * len(STREAMS), strict=True):
+    present = [k for k, raw in enumerate(stated) if raw]
+    found = [stream.stream for stream in header.streams]
+    if found != present:
+        raise CorruptPayloadError(f"{header.where}: it has streams {found}, its items are in streams {present}")
+    for stream in header.streams:
+        name, raw = STREAMS[stream.stream], stated[stream.stream]
         if stream.raw_bytes != raw:
             raise CorruptPayloadError(f"{header.where}: stream {name}: {stream.raw_bytes} bytes, its items have {raw}")
         shorter = stream.wire_bytes < stream.raw_bytes

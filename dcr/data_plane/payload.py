@@ -1,4 +1,4 @@
-"""The payload container: a preamble, a header, and the streams of all items (docs/wire-format.md; UNSTABLE)."""
+"""The payload container: a preamble, a header, and the streams of all items (docs/wire-format.md)."""
 
 import hashlib
 import struct
@@ -12,7 +12,6 @@ from dcr.data_plane import codec
 from dcr.data_plane.bits import dtype_name
 from dcr.data_plane.header import (
     DEFAULT_LIMITS,
-    ITEM_CODEC,
     ItemHeader,
     Limits,
     PayloadHeader,
@@ -22,15 +21,17 @@ from dcr.data_plane.header import (
     encode_header,
 )
 from dcr.data_plane.item import Item, TensorSpec
-from dcr.data_plane.streams import ItemStreams, decode_streams, encode_streams
+from dcr.data_plane.kernels.stream_kernels import TorchStreamKernels
 from dcr.protocol.errors import CorruptPayloadError, RefusedError
 from dcr.protocol.identity import Base, PayloadIdentity
 
 MAGIC = b"DCRP"
-WIRE_VERSION = 0
-_FIELDS = struct.Struct("<4sIQQ")  # magic, wire version, header bytes, body bytes
+WIRE_VERSION = 1
+_FIELDS = struct.Struct("<4sIIIQ")  # magic, wire version, header bytes as they travel, header bytes, body bytes
 _DIGEST_BYTES = 16
 PREAMBLE_BYTES = _FIELDS.size + _DIGEST_BYTES
+_NOTHING = np.empty(0, np.uint8)
+_TORCH = TorchStreamKernels()
 
 
 def encode_payload(identity: PayloadIdentity, base: Base, items: Sequence[Item]) -> bytes:
@@ -45,21 +46,21 @@ def encode_payload(identity: PayloadIdentity, base: Base, items: Sequence[Item])
         RefusedError: an item or the whole is not what a receiver would take, whatever its limits.
     """
     _check_disjoint(items)
-    headers, parts = [], []
-    for item in items:
-        streams = encode_streams(item)
-        headers.append(_item_header(item, streams))
-        parts.append(codec.to_bytes(item.spec, streams))
-    columns = zip(*parts, strict=True) if parts else [()] * len(codec.STREAMS)
-    stream_headers, body = [], bytearray()
-    for column in columns:
-        raw = np.concatenate((np.empty(0, np.uint8), *column))
-        how, wire = codec.compress(raw)
-        stream_headers.append(StreamHeader(how, raw.size, len(wire)))
-        body += wire
-    header = encode_header(PayloadHeader(identity, base, tuple(headers), tuple(stream_headers)))
-    decode_header(header, len(body), len(items))  # what no receiver would take is refused here, by the same checks
-    fields = _FIELDS.pack(MAGIC, WIRE_VERSION, len(header), len(body))
+    kernels = _TORCH
+    written = [(item, kernels.encode(item)) for item in items]
+    headers = tuple(_item_header(item, found) for item, found in written)
+    columns = zip(*(found.parts for _, found in written), strict=True)
+    streams, body = [], bytearray()
+    for k, column in enumerate(columns):
+        raw = np.concatenate(column)
+        if raw.size:
+            how, wire = codec.compress(raw)
+            streams.append(StreamHeader(k, how, raw.size, len(wire)))
+            body += wire
+    plain = encode_header(PayloadHeader(identity, base, headers, tuple(streams)))
+    decode_header(plain, len(body), len(items))  # what no receiver would take is refused here, by the same checks
+    header = codec.compress(np.frombuffer(plain, np.uint8))[1]
+    fields = _FIELDS.pack(MAGIC, WIRE_VERSION, len(header), len(plain), len(body))
     return b"".join((fields, _wire_digest(fields, header, body), header, body))
 
 
@@ -85,25 +86,36 @@ def read_header(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> Pa
         raise RefusedError(f"payload of {found} bytes, at most {limits.payload_bytes_max} are allowed")
     if found < PREAMBLE_BYTES:
         raise CorruptPayloadError(f"payload of {found} bytes, the preamble alone has {PREAMBLE_BYTES}")
-    magic, version, header_bytes, body_bytes = _FIELDS.unpack_from(view)
+    magic, version, wire_bytes, header_bytes, body_bytes = _FIELDS.unpack_from(view)
     if magic != MAGIC:
         raise CorruptPayloadError(f"payload begins with {magic!r}, not {MAGIC!r}")
     if version != WIRE_VERSION:
         raise RefusedError(f"payload of wire version {version}, only {WIRE_VERSION} is known: run the same release")
     if header_bytes > limits.header_bytes_max:
         raise RefusedError(f"payload header of {header_bytes} bytes, at most {limits.header_bytes_max} are allowed")
-    if PREAMBLE_BYTES + header_bytes + body_bytes != found:
+    if PREAMBLE_BYTES + wire_bytes + body_bytes != found:
         raise CorruptPayloadError(
-            f"payload of {found} bytes states {PREAMBLE_BYTES} + {header_bytes} + {body_bytes}: cut short or extended"
+            f"payload of {found} bytes states {PREAMBLE_BYTES} + {wire_bytes} + {body_bytes}: cut short or extended"
         )
-    body = PREAMBLE_BYTES + header_bytes
+    body = PREAMBLE_BYTES + wire_bytes
     header = view[PREAMBLE_BYTES:body]
     digest = view[_FIELDS.size : PREAMBLE_BYTES]
     if _wire_digest(view[: _FIELDS.size], header, view[body:]) != digest:
         raise CorruptPayloadError("payload does not match its own digest: damaged on the way")
-    read = decode_header(header, body_bytes, limits.items_max)
+    read = decode_header(_plain_header(header, header_bytes), body_bytes, limits.items_max)
     check_limits(read, limits)
     return read
+
+
+def _plain_header(wire: memoryview, header_bytes: int) -> memoryview:
+    """The header before compression, never more than ``header_bytes`` bytes, which the caller has checked."""
+    if len(wire) > header_bytes:
+        raise CorruptPayloadError(f"payload header of {header_bytes} bytes takes {len(wire)}: never compressed so")
+    how = codec.StreamCodec.ZSTD if len(wire) < header_bytes else codec.StreamCodec.RAW
+    try:
+        return codec.decompress(how, wire, header_bytes).data
+    except CorruptPayloadError as error:
+        raise CorruptPayloadError(f"payload header: {error}") from error
 
 
 def decode_payload(
@@ -140,40 +152,39 @@ def decode_payload(
 
 
 def _decode_items(header: PayloadHeader, data: memoryview, skip: Container[str]) -> list[Item]:
+    kernels = _TORCH
     sizes = [item.stream_sizes for item in header.items]
-    columns = []
+    columns = [[_NOTHING] * len(sizes) for _ in codec.STREAMS]
     start = len(data) - sum(stream.wire_bytes for stream in header.streams)
-    for k, (name, stream) in enumerate(zip(codec.STREAMS, header.streams, strict=True)):
+    for stream in header.streams:
         wire = data[start : start + stream.wire_bytes]
         start += stream.wire_bytes
         try:
             raw = codec.decompress(stream.codec, wire, stream.raw_bytes)
         except CorruptPayloadError as error:
-            raise CorruptPayloadError(f"stream {name}: {error}") from error
-        columns.append(codec.split(raw, [size[k] for size in sizes]))
+            raise CorruptPayloadError(f"stream {codec.STREAMS[stream.stream]}: {error}") from error
+        columns[stream.stream] = codec.split(raw, [size[stream.stream] for size in sizes])
     items = []
     for stated, parts in zip(header.items, zip(*columns, strict=True), strict=True):
         if stated.name in skip:
             continue
-        item = decode_streams(stated.spec, stated.operation, stated.entries, codec.from_bytes(stated.spec, parts))
+        written = codec.ItemBytes(stated.codec, parts)
+        item = kernels.decode(stated.spec, stated.operation, stated.entries, written)
         if _entry_digest(item) != stated.digest:
             raise CorruptPayloadError(f"item {stated.name!r}: decoded entries do not match their digest")
         items.append(item)
     return items
 
 
-def _item_header(item: Item, streams: ItemStreams) -> ItemHeader:
+def _item_header(item: Item, written: codec.ItemBytes) -> ItemHeader:
     return ItemHeader(
         name=item.spec.name,
         dtype=dtype_name(item.spec.dtype),
         shape=tuple(item.spec.shape),
         operation=item.operation,
-        codec=ITEM_CODEC,
+        codec=written.layout,
         entries=item.entries,
-        gap_bytes=streams.gaps.numel(),
-        long_gaps=streams.long_gaps.numel(),
-        escapes=streams.escapes.numel(),
-        words=streams.words.numel(),
+        counts=codec.counts_of(item.spec, written),
         digest=_entry_digest(item),
     )
 

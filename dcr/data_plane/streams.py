@@ -2,12 +2,13 @@
 
 Gaps between indices and values go to streams of their own, because they compress apart:
 
-- ``gaps``: one byte a gap; 254 adds 254 and goes on, 255 takes the next of ``long_gaps``.
+- ``low``: the lowest half bytes of every gap, as many as the layout says, since these are noise where gaps are long.
+- ``gaps``: one byte for the rest of a gap; 254 adds 254 and goes on, 255 takes the next of ``long_gaps``.
 - ``nibbles``: for ``add`` and ``xor``, two codes a byte; 15 takes the next of ``escapes``.
 - ``escapes``: one byte a code of 15 to 269; 255 takes the next of ``words``.
 - ``words``: the codes beyond, and for ``set`` every value.
 
-There is exactly one way to write an item, and everything else is refused when read.
+There is exactly one way to write an item in a layout, and everything else is refused when read.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from dcr.protocol.errors import CorruptPayloadError, RefusedError
 GO_ON, LONG = 254, 255
 """The two gap bytes that are no gap."""
 LONG_GAP_MIN = 4 * GO_ON
-"""The smallest gap that is a long one; below it, at most three bytes of 254 and a last one are as short."""
+"""The smallest high part of a gap that is a long one; below, at most three bytes of 254 and a last one are as short."""
+LOW_MAX = 3
+"""Most low half bytes of a gap that a layout keeps apart."""
 NIBBLE_ESCAPE, BYTE_ESCAPE = 15, 255
 WORD_MIN = NIBBLE_ESCAPE + BYTE_ESCAPE
 """The smallest code that takes a whole word."""
@@ -34,6 +37,8 @@ class ItemStreams:
     """The streams of one item, all one-dimensional and on one device.
 
     Attributes:
+        low: uint8, shape [L * ceil(entries / 2)] for a layout of L low half bytes: half byte 0 of all gaps, two a byte
+            with the first in the low half; then half byte 1 of all gaps, and so on.
         gaps: uint8.
         long_gaps: int64.
         nibbles: uint8, shape [ceil(entries / 2)] for ``add`` and ``xor``, else [0]; low nibble first.
@@ -41,6 +46,7 @@ class ItemStreams:
         words: int64, the low ``width`` bytes of which hold an unsigned word; for 8 bytes the sign is a bit like others.
     """
 
+    low: torch.Tensor
     gaps: torch.Tensor
     long_gaps: torch.Tensor
     nibbles: torch.Tensor
@@ -48,57 +54,91 @@ class ItemStreams:
     words: torch.Tensor
 
 
-def encode_streams(item: Item) -> ItemStreams:
+def gaps_of(indices: torch.Tensor) -> torch.Tensor:
+    """Elements skipped before each of some strictly increasing indices; int64, the same shape."""
+    return torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
+
+
+def low_count(far: int, farther: int, farthest: int, entries: int) -> int:
+    """How many low half bytes of a gap are worth keeping apart: a layout of ``encode_streams``.
+
+    One more, as long as more than a quarter of the gaps would not fit into one byte without it: at uniform positions
+    the sizes cross near there, and rows that change as a whole, with few long gaps between, stay compressible.
+
+    Args:
+        far: how many gaps are at least 254.
+        farther: how many are at least 254 * 16.
+        farthest: how many are at least 254 * 256.
+        entries: how many there are.
+    """
+    return sum(4 * count > entries for count in (far, farther, farthest))
+
+
+def choose_low(indices: torch.Tensor) -> int:
+    """The layout for an item with these indices; any is right, this one is small."""
+    gap = gaps_of(indices)
+    far, farther, farthest = (int((gap >= GO_ON << 4 * k).sum()) for k in range(LOW_MAX))
+    return low_count(far, farther, farthest, gap.numel())
+
+
+def encode_streams(item: Item, low: int) -> ItemStreams:
     """Write an item as streams.
+
+    Args:
+        item: on any device.
+        low: how many low half bytes of a gap are kept apart, 0 to LOW_MAX.
 
     Raises:
         RefusedError: indices are not strictly increasing inside the tensor, or an ``add`` or ``xor`` entry is zero.
     """
     item.check_indices()
-    gaps, long_gaps = _encode_gaps(item.indices)
+    apart, gaps, long_gaps = _encode_gaps(gaps_of(item.indices), low)
     if item.operation is Operation.SET:
         nothing = gaps.new_empty(0)
-        return ItemStreams(gaps, long_gaps, nothing, nothing, _rotate_left(unsigned(item.values), item.values.itemsize))
+        words = _rotate_left(unsigned(item.values), item.values.itemsize)
+        return ItemStreams(apart, gaps, long_gaps, nothing, nothing, words)
     if bool((item.values == 0).any()):
         raise RefusedError(f"item {item.spec.name}: a zero {item.operation} entry changes nothing and is never sent")
     code = _code(item.operation, item.values)
     in_nibble = _below(code, NIBBLE_ESCAPE)
-    nibbles = torch.where(in_nibble, code, NIBBLE_ESCAPE).to(torch.uint8)
-    if nibbles.numel() % 2:
-        nibbles = torch.cat((nibbles, nibbles.new_zeros(1)))
+    nibbles = _pairs(torch.where(in_nibble, code, NIBBLE_ESCAPE))
     code = code[~in_nibble]
     in_byte = _below(code, WORD_MIN)
     escapes = torch.where(in_byte, code - NIBBLE_ESCAPE, BYTE_ESCAPE).to(torch.uint8)
-    return ItemStreams(gaps, long_gaps, nibbles[0::2] | (nibbles[1::2] << 4), escapes, code[~in_byte])
+    return ItemStreams(apart, gaps, long_gaps, nibbles, escapes, code[~in_byte])
 
 
-def decode_streams(spec: TensorSpec, operation: Operation, entries: int, streams: ItemStreams) -> Item:
+def decode_streams(spec: TensorSpec, operation: Operation, low: int, entries: int, streams: ItemStreams) -> Item:
     """Read an item from its streams, which may hold anything.
 
     Raises:
         CorruptPayloadError: the streams are not what ``encode_streams`` writes for some item of this tensor,
-            operation and number of entries.
+            operation, layout and number of entries.
     """
     try:
-        indices = _decode_gaps(streams.gaps, streams.long_gaps, entries, spec.numel)
+        indices = _decode_gaps(streams, low, entries, spec.numel)
         values = _decode_values(spec, operation, entries, streams)
     except CorruptPayloadError as error:
         raise CorruptPayloadError(f"item {spec.name}: {error}") from None
     return Item(spec, operation, indices, values.to(bits_dtype(spec.dtype)))
 
 
-def _encode_gaps(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    gap = torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
-    is_long = gap >= LONG_GAP_MIN
-    last = torch.where(is_long, LONG, gap % GO_ON).to(torch.uint8)
-    size = torch.where(is_long, 0, gap // GO_ON) + 1
+def _encode_gaps(gap: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    planes = [_pairs(gap >> 4 * plane & 15) for plane in range(low)]
+    high = gap >> 4 * low
+    is_long = high >= LONG_GAP_MIN
+    last = torch.where(is_long, LONG, high % GO_ON).to(torch.uint8)
+    size = torch.where(is_long, 0, high // GO_ON) + 1
     end = torch.cumsum(size, 0)
     gaps = last.new_full((int(end[-1]) if end.numel() else 0,), GO_ON)
     gaps[end - 1] = last
-    return gaps, gap[is_long]
+    return torch.cat((last[:0], *planes)), gaps, high[is_long]
 
 
-def _decode_gaps(gaps: torch.Tensor, long_gaps: torch.Tensor, entries: int, numel: int) -> torch.Tensor:
+def _decode_gaps(streams: ItemStreams, low: int, entries: int, numel: int) -> torch.Tensor:
+    gaps, long_gaps = streams.gaps, streams.long_gaps
+    _expect("low", streams.low, low * _half(entries))
+    parts = [_halves("low", part, entries) for part in streams.low.view(low, _half(entries))]
     end = torch.nonzero(gaps != GO_ON).flatten()
     if end.numel() != entries or (gaps.numel() and int(gaps[-1]) == GO_ON):
         raise CorruptPayloadError(f"gaps: {end.numel()} complete gaps in {gaps.numel()} bytes for {entries} entries")
@@ -112,29 +152,48 @@ def _decode_gaps(gaps: torch.Tensor, long_gaps: torch.Tensor, entries: int, nume
         raise CorruptPayloadError("gaps: a gap is not written in its one form")
     gap = last.to(torch.int64) + GO_ON * go_ons
     gap[is_long] = long_gaps
-    if bool((gap >= numel).any()):
-        raise CorruptPayloadError(f"gaps: a gap of {int(gap.max())} runs past the tensor's {numel} elements")
-    # Each step is in [1, 2**63), so a sum that leaves int64 shows as a negative index where it first does.
+    # Before the low parts come in: what is shifted stays within 63 bits.
+    if bool((gap > numel - 1 >> 4 * low).any()):
+        raise CorruptPayloadError(f"gaps: a gap of {int(gap.max()) << 4 * low} runs past the tensor's {numel} elements")
+    gap <<= 4 * low
+    for plane, part in enumerate(parts):
+        gap |= part << 4 * plane
+    # Each step is in [1, 2**63], so a sum that leaves int64 shows as a negative index where it first does.
     indices = torch.cumsum(gap + 1, 0) - 1
     if bool(((indices < 0) | (indices >= numel)).any()):
         raise CorruptPayloadError(f"gaps: they run past the tensor's {numel} elements")
     return indices
 
 
+def _half(entries: int) -> int:
+    return (entries + 1) // 2
+
+
+def _pairs(halves: torch.Tensor) -> torch.Tensor:
+    """Half bytes packed two a byte, the first in the low half; the last high half may be 0."""
+    halves = halves.to(torch.uint8)
+    if halves.numel() % 2:
+        halves = torch.cat((halves, halves.new_zeros(1)))
+    return halves[0::2] | (halves[1::2] << 4)
+
+
+def _halves(stream: str, pairs: torch.Tensor, entries: int) -> torch.Tensor:
+    """What ``_pairs`` packed, as int64."""
+    halves = torch.stack((pairs & 15, pairs >> 4), 1).flatten()
+    if bool(halves[entries:].any()):
+        raise CorruptPayloadError(f"{stream}: the half byte after the last one is not 0")
+    return halves[:entries].to(torch.int64)
+
+
 def _decode_values(spec: TensorSpec, operation: Operation, entries: int, streams: ItemStreams) -> torch.Tensor:
     """The values as int64, to be cut to the width."""
     width = spec.dtype.itemsize
-    expected = 0 if operation is Operation.SET else (entries + 1) // 2
-    if streams.nibbles.numel() != expected:
-        raise CorruptPayloadError(f"nibbles: found {streams.nibbles.numel()} bytes, not {expected}")
+    _expect("nibbles", streams.nibbles, 0 if operation is Operation.SET else _half(entries))
     if operation is Operation.SET:
         _expect("escapes", streams.escapes, 0)
         _expect("words", streams.words, entries)
         return _rotate_right(streams.words, width)
-    pairs = torch.stack((streams.nibbles & 15, streams.nibbles >> 4), 1).flatten()
-    if bool(pairs[entries:].any()):
-        raise CorruptPayloadError("nibbles: the half byte after the last one is not 0")
-    code = pairs[:entries].to(torch.int64)
+    code = _halves("nibbles", streams.nibbles, entries)
     escaped = torch.nonzero(code == NIBBLE_ESCAPE).flatten()
     _expect("escapes", streams.escapes, escaped.numel())
     code[escaped] = streams.escapes.to(torch.int64) + NIBBLE_ESCAPE

@@ -43,20 +43,32 @@ def small(**kwargs) -> bytes:
     return encode_payload(IDENTITY, RELATIVE, [item(**kwargs)])
 
 
-def seal(header: bytes, body: bytes) -> bytes:
-    """A payload with right lengths and a right wire digest around anything."""
-    fields = struct.pack("<4sIQQ", b"DCRP", 0, len(header), len(body))
+STREAMS = 13
+LOW, GAPS, LONG_GAPS, NIBBLES, ESCAPES, PLANE0 = range(6)
+
+
+def seal(header: bytes, body: bytes, plain_bytes=None) -> bytes:
+    """A payload with right lengths and a right wire digest around anything; the header travels as it is given."""
+    plain_bytes = len(header) if plain_bytes is None else plain_bytes
+    fields = struct.pack("<4sIIIQ", b"DCRP", 1, len(header), plain_bytes, len(body))
     return fields + xxhash.xxh3_128_digest(fields + header + body) + header + body
 
 
+def split(data: bytes) -> tuple[bytes, bytes]:
+    """The header before compression, and the body."""
+    wire, plain = struct.unpack("<II", data[8:16])
+    header = data[40 : 40 + wire]
+    return zstandard.ZstdDecompressor().decompress(header) if wire < plain else header, data[40 + wire :]
+
+
 def open_up(data: bytes) -> tuple[dict, list[bytes]]:
-    header_bytes = struct.unpack("<Q", data[8:16])[0]
-    header = msgspec.msgpack.decode(data[40 : 40 + header_bytes])
-    at = 40 + header_bytes
-    raws = []
-    for codec, _, wire in header["streams"]:
-        frame = data[at : at + wire]
-        raws.append(zstandard.ZstdDecompressor().decompress(frame) if codec else frame)
+    """The header, and the raw bytes of all thirteen streams."""
+    header, body = split(data)
+    header = msgspec.msgpack.decode(header)
+    at, raws = 0, [b""] * STREAMS
+    for stream, codec, _, wire in header["streams"]:
+        frame = body[at : at + wire]
+        raws[stream] = zstandard.ZstdDecompressor().decompress(frame) if codec else frame
         at += wire
     return header, raws
 
@@ -65,17 +77,26 @@ def rebuild(data: bytes, edit=lambda header, raws: None, recompress=None) -> byt
     """The payload with an edited header and edited raw streams, consistent in everything that was not edited."""
     header, raws = open_up(data)
     edit(header, raws)
-    body = b""
+    return pack(header, raws, recompress)
+
+
+def pack(header, raws, recompress=None) -> bytes:
+    """A payload of these raw streams; the header's own streams are forgotten."""
+    compress = recompress or zstandard.ZstdCompressor(level=1).compress
+    header["streams"], body = [], b""
     for k, raw in enumerate(raws):
-        frame = (recompress or zstandard.ZstdCompressor(level=1).compress)(raw)
+        frame = compress(raw)
         wire = frame if len(frame) < len(raw) else raw
-        header["streams"][k] = [int(wire is frame), len(raw), len(wire)]
+        if raw:
+            header["streams"].append([k, int(wire is frame), len(raw), len(wire)])
         body += wire
-    return seal(msgspec.msgpack.encode(header), body)
+    plain = msgspec.msgpack.encode(header)
+    short = compress(plain)
+    return seal(short if len(short) < len(plain) else plain, body, len(plain))
 
 
 def frames(header, wires):
-    """A payload of these wire bytes, with the header's own sizes."""
+    """A payload of these wire bytes, one for each stream of the header, with the header's own sizes before."""
     for k, wire in enumerate(wires):
-        header["streams"][k][2] = len(wire)
+        header["streams"][k][3] = len(wire)
     return seal(msgspec.msgpack.encode(header), b"".join(wires))

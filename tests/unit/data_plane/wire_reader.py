@@ -11,20 +11,26 @@ WIDTHS = {"uint8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32"
 
 def read(data: bytes):
     """(header as plain maps and arrays, [(name, dtype, shape, operation, {index: unsigned value})])."""
-    magic, version, header_bytes, body_bytes = struct.unpack("<4sIQQ", data[:24])
-    assert (magic, version) == (b"DCRP", 0)
-    assert len(data) == 40 + header_bytes + body_bytes
+    magic, version, wire_bytes, header_bytes, body_bytes = struct.unpack("<4sIIIQ", data[:24])
+    assert (magic, version) == (b"DCRP", 1)
+    assert len(data) == 40 + wire_bytes + body_bytes
+    assert wire_bytes <= header_bytes
     assert xxhash.xxh3_128_digest(data[:24] + data[40:]) == data[24:40]
-    header = msgspec.msgpack.decode(data[40 : 40 + header_bytes])
-    at = 40 + header_bytes
-    streams = []
-    for codec, raw_bytes, wire_bytes in header["streams"]:
+    header = data[40 : 40 + wire_bytes]
+    header = zstandard.ZstdDecompressor().decompress(header) if wire_bytes < header_bytes else header
+    assert len(header) == header_bytes
+    header = msgspec.msgpack.decode(header)
+    at = 40 + wire_bytes
+    streams = [iter(b"") for _ in range(13)]
+    before = -1
+    for number, codec, raw_bytes, wire_bytes in header["streams"]:
+        assert before < number
+        before = number
         wire = data[at : at + wire_bytes]
         at += wire_bytes
         raw = zstandard.ZstdDecompressor().decompress(wire) if codec == 1 else wire
-        assert len(raw) == raw_bytes
-        streams.append(iter(raw))
-    assert len(streams) == 12
+        assert len(raw) == raw_bytes > 0
+        streams[number] = iter(raw)
     assert at == len(data)
     items = [_item(fields, streams) for fields in header["items"]]
     assert all(next(stream, None) is None for stream in streams)
@@ -32,24 +38,28 @@ def read(data: bytes):
 
 
 def _item(fields, streams):
-    gaps, longs, nibbles, escapes, *planes = streams
-    name, dtype, shape, operation, codec, entries, *_counts, digest = fields
-    assert codec == 0
+    low, gaps, longs, nibbles, escapes, *planes = streams
+    name, dtype, shape, operation, codec, entries, _counts, digest = fields
+    assert codec in (0, 1, 2, 3)
     width = WIDTHS[dtype]
     numel = 1
     for n in shape:
         numel *= n
     long_bytes = 8 if numel > 2**32 else 4
 
+    lows = [0] * entries
+    for plane in range(codec):
+        for k, half in enumerate(_halves(entries, low)):
+            lows[k] += half * 16**plane
     indices, index = [], -1
-    for _ in range(entries):
-        gap = 0
+    for k in range(entries):
+        high = 0
         byte = next(gaps)
         while byte == 254:
-            gap += 254
+            high += 254
             byte = next(gaps)
-        gap += int.from_bytes(bytes(next(longs) for _ in range(long_bytes)), "little") if byte == 255 else byte
-        index += gap + 1
+        high += int.from_bytes(bytes(next(longs) for _ in range(long_bytes)), "little") if byte == 255 else byte
+        index += high * 16**codec + lows[k] + 1
         indices.append(index)
 
     if operation == "set":
@@ -59,6 +69,15 @@ def _item(fields, streams):
     canonical = b"".join(struct.pack("<q", i) for i in indices) + b"".join(v.to_bytes(width, "little") for v in values)
     assert xxhash.xxh3_128_digest(canonical) == digest
     return name, dtype, tuple(shape), operation, dict(zip(indices, values, strict=True))
+
+
+def _halves(entries, pairs):
+    halves = []
+    while len(halves) < entries:
+        byte = next(pairs)
+        halves += [byte % 16, byte // 16]
+    assert not any(halves[entries:])
+    return halves[:entries]
 
 
 def _word(planes):
@@ -71,12 +90,7 @@ def _set_values(entries, width, planes):
 
 
 def _codes(entries, nibbles, escapes, planes):
-    halves = []
-    while len(halves) < entries:
-        byte = next(nibbles)
-        halves += [byte % 16, byte // 16]
-    assert not any(halves[entries:])
-    for half in halves[:entries]:
+    for half in _halves(entries, nibbles):
         if half < 15:
             yield half
         else:

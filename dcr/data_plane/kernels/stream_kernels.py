@@ -1,0 +1,78 @@
+"""What a backend does with the bits of shards and the streams of items, and the reference backend in torch."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dcr.data_plane.codec import ItemBytes, from_bytes, to_bytes
+from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.streams import choose_low, decode_streams, encode_streams
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Elements of a shard whose stored bits differ from the committed ones.
+
+    Attributes:
+        positions: int64, shape [n], strictly increasing positions in the flat shard, in host memory.
+        old: committed stored bits there, shape [n], of the shard's ``bits_dtype``.
+        new: live stored bits there, the same.
+    """
+
+    positions: torch.Tensor
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+class StreamKernels(Protocol):
+    """One backend.  All give the same bits, and the same bytes, for the same input."""
+
+    def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
+        """Compare and compact: where two bit views differ, and the bits there.
+
+        Args:
+            old: stored bits, shape [n], of ``bits_dtype``; in host memory, or on the device of ``new``.
+            new: the same.
+        """
+
+    def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
+        """See :func:`dcr.data_plane.content_digest.digest_elements`."""
+
+    def encode(self, item: Item) -> ItemBytes:
+        """An item in the layout that :func:`dcr.data_plane.streams.choose_low` chooses.
+
+        Raises:
+            RefusedError: see :func:`dcr.data_plane.streams.encode_streams`.
+        """
+
+    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
+        """What ``encode`` wrote, on the host; the bytes may hold anything.
+
+        Raises:
+            CorruptPayloadError: see :func:`dcr.data_plane.streams.decode_streams`.
+        """
+
+
+class TorchStreamKernels:
+    """The reference: obviously right, on any device."""
+
+    def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
+        """See :meth:`StreamKernels.differences`."""
+        old = old.to(new.device)
+        positions = (old != new).nonzero().flatten()
+        return Difference(positions.cpu(), old[positions].cpu(), new[positions].cpu())
+
+    def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
+        """See :meth:`StreamKernels.digest`."""
+        return digest_elements(spec, indices, bits)
+
+    def encode(self, item: Item) -> ItemBytes:
+        """See :meth:`StreamKernels.encode`."""
+        layout = choose_low(item.indices)
+        return to_bytes(item.spec, layout, encode_streams(item, layout))
+
+    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
+        """See :meth:`StreamKernels.decode`."""
+        return decode_streams(spec, operation, written.layout, entries, from_bytes(spec, written))
