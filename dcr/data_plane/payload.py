@@ -21,7 +21,8 @@ from dcr.data_plane.header import (
     encode_header,
 )
 from dcr.data_plane.item import Item, TensorSpec
-from dcr.data_plane.kernels.stream_kernels import TorchStreamKernels
+from dcr.data_plane.kernels.stream_choice import stream_kernels
+from dcr.data_plane.kernels.stream_kernels import StreamKernels
 from dcr.protocol.errors import CorruptPayloadError, RefusedError
 from dcr.protocol.identity import Base, PayloadIdentity
 
@@ -31,32 +32,38 @@ _FIELDS = struct.Struct("<4sIIIQ")  # magic, wire version, header bytes as they 
 _DIGEST_BYTES = 16
 PREAMBLE_BYTES = _FIELDS.size + _DIGEST_BYTES
 _NOTHING = np.empty(0, np.uint8)
-_TORCH = TorchStreamKernels()
 
 
-def encode_payload(identity: PayloadIdentity, base: Base, items: Sequence[Item]) -> bytes:
-    """Write items as one payload; the same input and zstd library give the same bytes.
+def encode_payload(
+    identity: PayloadIdentity, base: Base, items: Sequence[Item], kernels: StreamKernels | None = None
+) -> bytes:
+    """Write items as one payload; the same input and zstd library give the same bytes, whatever the backend.
 
     Args:
         identity: who sends it, for which attempt.
         base: what it was made against; only a relative one may hold ``add`` and ``xor`` items.
         items: on any device; items of one tensor have no index in common.
+        kernels: the backend; None for the fastest one.
 
     Raises:
         RefusedError: an item or the whole is not what a receiver would take, whatever its limits.
     """
     _check_disjoint(items)
-    kernels = _TORCH
-    written = [(item, kernels.encode(item)) for item in items]
-    headers = tuple(_item_header(item, found) for item, found in written)
-    columns = zip(*(found.parts for _, found in written), strict=True)
-    streams, body = [], bytearray()
-    for k, column in enumerate(columns):
-        raw = np.concatenate(column)
-        if raw.size:
-            how, wire = codec.compress(raw)
-            streams.append(StreamHeader(k, how, raw.size, len(wire)))
-            body += wire
+    kernels = kernels or stream_kernels(i.indices for i in items)
+
+    def write(item: Item) -> tuple[ItemHeader, tuple[codec.Bytes, ...]]:
+        written = kernels.encode(item)
+        return _item_header(item, written), written.parts
+
+    written = kernels.each(write, items, [item.entries for item in items])
+    raws = [np.concatenate(column) for column in zip(*(parts for _, parts in written), strict=True)]
+    raw_bytes = [raw.size for raw in raws]
+    streams, wires = [], kernels.each(codec.compress, raws, raw_bytes)
+    for k, (how, wire) in enumerate(wires):
+        if raw_bytes[k]:
+            streams.append(StreamHeader(k, how, raw_bytes[k], len(wire)))
+    body = b"".join(wire for _, wire in wires)
+    headers = tuple(header for header, _ in written)
     plain = encode_header(PayloadHeader(identity, base, headers, tuple(streams)))
     decode_header(plain, len(body), len(items))  # what no receiver would take is refused here, by the same checks
     header = codec.compress(np.frombuffer(plain, np.uint8))[1]
@@ -123,6 +130,7 @@ def decode_payload(
     limits: Limits = DEFAULT_LIMITS,
     known: Mapping[str, TensorSpec] | None = None,
     skip: Container[str] = frozenset(),
+    kernels: StreamKernels | None = None,
 ) -> tuple[PayloadHeader, list[Item]]:
     """Read a payload.
 
@@ -132,6 +140,7 @@ def decode_payload(
         known: the canonical tensors that the receiver has, by name; None to take any.
         skip: canonical tensors of which this rank holds nothing: the entries of their items are not decoded.  What
             the header states of them, and the digest of the whole, are checked as for the others.
+        kernels: the backend; None for the fastest one.
 
     Returns:
         The header, and its items in order but for those skipped, on the CPU.
@@ -144,36 +153,43 @@ def decode_payload(
     if known is not None:
         _check_known(header, known)
     try:
-        items = _decode_items(header, memoryview(data).cast("B"), skip)
+        items = _decode_items(header, memoryview(data).cast("B"), skip, kernels or stream_kernels())
         _check_disjoint(items)
     except RefusedError as error:
         raise CorruptPayloadError(f"{header.where}: {error}") from error
     return header, items
 
 
-def _decode_items(header: PayloadHeader, data: memoryview, skip: Container[str]) -> list[Item]:
-    kernels = _TORCH
-    sizes = [item.stream_sizes for item in header.items]
-    columns = [[_NOTHING] * len(sizes) for _ in codec.STREAMS]
+def _decode_items(header: PayloadHeader, data: memoryview, skip: Container[str], kernels: StreamKernels) -> list[Item]:
+    wires = []
     start = len(data) - sum(stream.wire_bytes for stream in header.streams)
     for stream in header.streams:
-        wire = data[start : start + stream.wire_bytes]
+        wires.append((stream, data[start : start + stream.wire_bytes]))
         start += stream.wire_bytes
-        try:
-            raw = codec.decompress(stream.codec, wire, stream.raw_bytes)
-        except CorruptPayloadError as error:
-            raise CorruptPayloadError(f"stream {codec.STREAMS[stream.stream]}: {error}") from error
+    sizes = [item.stream_sizes for item in header.items]
+    columns = [[_NOTHING] * len(sizes) for _ in codec.STREAMS]
+    raws = kernels.each(_decompressed, wires, [stream.raw_bytes for stream in header.streams])
+    for stream, raw in zip(header.streams, raws, strict=True):
         columns[stream.stream] = codec.split(raw, [size[stream.stream] for size in sizes])
-    items = []
-    for stated, parts in zip(header.items, zip(*columns, strict=True), strict=True):
-        if stated.name in skip:
-            continue
+
+    def read(found: tuple[ItemHeader, tuple[codec.Bytes, ...]]) -> Item:
+        stated, parts = found
         written = codec.ItemBytes(stated.codec, parts)
         item = kernels.decode(stated.spec, stated.operation, stated.entries, written)
         if _entry_digest(item) != stated.digest:
             raise CorruptPayloadError(f"item {stated.name!r}: decoded entries do not match their digest")
-        items.append(item)
-    return items
+        return item
+
+    held = [found for found in zip(header.items, zip(*columns, strict=True), strict=True) if found[0].name not in skip]
+    return kernels.each(read, held, [stated.entries for stated, _ in held])
+
+
+def _decompressed(found: tuple[StreamHeader, memoryview]) -> codec.Bytes:
+    stream, wire = found
+    try:
+        return codec.decompress(stream.codec, wire, stream.raw_bytes)
+    except CorruptPayloadError as error:
+        raise CorruptPayloadError(f"stream {codec.STREAMS[stream.stream]}: {error}") from error
 
 
 def _item_header(item: Item, written: codec.ItemBytes) -> ItemHeader:

@@ -11,6 +11,7 @@ Gaps between indices and values go to streams of their own, because they compres
 There is exactly one way to write an item in a layout, and everything else is refused when read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,26 +60,23 @@ def gaps_of(indices: torch.Tensor) -> torch.Tensor:
     return torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
 
 
-def low_count(far: int, farther: int, farthest: int, entries: int) -> int:
+def low_count(far: Sequence[int], entries: int) -> int:
     """How many low half bytes of a gap are worth keeping apart: a layout of ``encode_streams``.
 
     One more, as long as more than a quarter of the gaps would not fit into one byte without it: at uniform positions
     the sizes cross near there, and rows that change as a whole, with few long gaps between, stay compressible.
 
     Args:
-        far: how many gaps are at least 254.
-        farther: how many are at least 254 * 16.
-        farthest: how many are at least 254 * 256.
+        far: how many gaps are at least 254, 254 * 16 and 254 * 256.
         entries: how many there are.
     """
-    return sum(4 * count > entries for count in (far, farther, farthest))
+    return sum(4 * count > entries for count in far)
 
 
 def choose_low(indices: torch.Tensor) -> int:
     """The layout for an item with these indices; any is right, this one is small."""
     gap = gaps_of(indices)
-    far, farther, farthest = (int((gap >= GO_ON << 4 * k).sum()) for k in range(LOW_MAX))
-    return low_count(far, farther, farthest, gap.numel())
+    return low_count([int((gap >= GO_ON << 4 * k).sum()) for k in range(LOW_MAX)], gap.numel())
 
 
 def encode_streams(item: Item, low: int) -> ItemStreams:

@@ -1,28 +1,13 @@
 """The committed bits of one training shard in host memory, and detection against them (paper 4.1, DESIGN D13)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dcr.data_plane.bits import bit_view, bits_dtype
+from dcr.data_plane.kernels.stream_choice import stream_kernels
+from dcr.data_plane.kernels.stream_kernels import Difference
 from dcr.protocol.errors import RefusedError
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Elements of a shard whose stored bits differ from the committed ones.
-
-    Attributes:
-        positions: int64, shape [n], strictly increasing positions in the flat shard, in host memory.
-        old: committed stored bits there, shape [n], of the tracker's ``bits_dtype``.
-        new: live stored bits there, the same.
-    """
-
-    positions: torch.Tensor
-    old: torch.Tensor
-    new: torch.Tensor
 
 
 class Tracker:
@@ -77,11 +62,11 @@ class Tracker:
             RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
         """
         flat = self._checked(live)
+        kernels = stream_kernels([flat])
         for start, stop in self.chunks():
-            old, new = self._bits[start:stop].to(flat.device), flat[start:stop]
-            positions = _nonzero(old != new)
-            if positions.numel():
-                yield Difference((positions + start).cpu(), old[positions].cpu(), new[positions].cpu())
+            found = kernels.differences(self._bits[start:stop], flat[start:stop])
+            if found.positions.numel():
+                yield Difference(found.positions + start, found.old, found.new)
 
     def fold(self, live: torch.Tensor) -> Iterator[Difference]:
         """Make the committed bits those of the live tensor, in place; yields each difference once it is written.
@@ -107,10 +92,3 @@ class Tracker:
 
 def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
     return bit_view(tensor.detach().reshape(-1))
-
-
-def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """Positions of true elements; on the CPU NumPy finds them two to three times faster than torch."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero().view(-1)

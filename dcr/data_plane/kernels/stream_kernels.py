@@ -1,7 +1,8 @@
 """What a backend does with the bits of shards and the streams of items, and the reference backend in torch."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -9,6 +10,9 @@ from dcr.data_plane.codec import ItemBytes, from_bytes, to_bytes
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.streams import choose_low, decode_streams, encode_streams
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class StreamKernels(Protocol):
             CorruptPayloadError: see :func:`dcr.data_plane.streams.decode_streams`.
         """
 
+    def each(self, work: Callable[[A], B], things: Sequence[A], sizes: Sequence[int]) -> list[B]:
+        """What ``work`` gives for each of some things, in order, on as many threads as this backend has.
+
+        Args:
+            work: may call ``encode`` and ``decode``, and nothing else of this backend.
+            things: any.
+            sizes: of each thing, about how many bytes or entries it is to work on.
+        """
+
 
 class TorchStreamKernels:
     """The reference: obviously right, on any device."""
@@ -76,3 +89,8 @@ class TorchStreamKernels:
     def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
         """See :meth:`StreamKernels.decode`."""
         return decode_streams(spec, operation, written.layout, entries, from_bytes(spec, written))
+
+    def each(self, work: Callable[[A], B], things: Sequence[A], sizes: Sequence[int]) -> list[B]:
+        """See :meth:`StreamKernels.each`."""
+        del sizes  # torch has threads of its own
+        return [work(thing) for thing in things]

@@ -10,10 +10,11 @@ import xxhash
 from torch import nn
 
 from dcr.data_plane.bits import bit_view
-from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.header import TEXT_MAX
 from dcr.data_plane.index_map import IndexMap
 from dcr.data_plane.item import Change, TensorSpec
+from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind
@@ -274,8 +275,9 @@ def _check_name(name: str) -> None:
 
 def _digest_of_change(change: Change) -> ContentDigest:
     """What a change adds to the content digest."""
-    digest = digest_elements(change.spec, change.indices, change.new)
-    return digest if change.old is None else digest - digest_elements(change.spec, change.indices, change.old)
+    kernels = stream_kernels([change.indices, change.new])
+    digest = kernels.digest(change.spec, change.indices, change.new)
+    return digest if change.old is None else digest - kernels.digest(change.spec, change.indices, change.old)
 
 
 def _assign(sources: tuple[SourceTensor, ...], projection: Projection, ranks: Ranks) -> Ownership:
