@@ -144,7 +144,7 @@ def test_many_items_on_many_threads_stay_in_order():
             torch.arange(k, k + 20_000 * (k % 3 + 1)) * (k + 1),
             noise(20_000 * (k % 3 + 1), torch.int16, k) | 1,
         )
-        for k in range(30)
+        for k in range(12)
     ]
     identity, base, _ = golden.cases()["every_codec"]
     data = encode_payload(identity, base, made, kernels=THREE)
