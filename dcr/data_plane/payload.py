@@ -3,6 +3,7 @@
 import hashlib
 import struct
 from collections.abc import Container, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -48,7 +49,6 @@ def encode_payload(
     Raises:
         RefusedError: an item or the whole is not what a receiver would take, whatever its limits.
     """
-    _check_disjoint(items)
     kernels = kernels or stream_kernels(i.indices for i in items)
 
     def write(item: Item) -> tuple[ItemHeader, tuple[codec.Bytes, ...]]:
@@ -56,6 +56,7 @@ def encode_payload(
         return _item_header(item, written), written.parts
 
     written = kernels.each(write, items, [item.entries for item in items])
+    _check_disjoint(items)
     raws = [np.concatenate(column) for column in zip(*(parts for _, parts in written), strict=True)]
     raw_bytes = [raw.size for raw in raws]
     streams, wires = [], kernels.each(codec.compress, raws, raw_bytes)
@@ -233,12 +234,15 @@ def _check_known(header: PayloadHeader, known: Mapping[str, TensorSpec]) -> None
 
 
 def _check_disjoint(items: Sequence[Item]) -> None:
-    """Two entries for one element would leave its value to the order of application."""
+    """Two entries for one element would leave its value to the order of application; each item is in order."""
     by_name: dict[str, list[torch.Tensor]] = {}
     for item in items:
-        by_name.setdefault(item.spec.name, []).append(item.indices)
+        if item.entries:
+            by_name.setdefault(item.spec.name, []).append(item.indices)
     for name, indices in by_name.items():
-        if len(indices) > 1:
-            merged = torch.cat([i.cpu() for i in indices]).sort().values
-            if bool((merged[1:] == merged[:-1]).any()):
-                raise RefusedError(f"tensor {name!r}: two of its items have an index in common")
+        indices.sort(key=lambda i: int(i[0]))
+        if all(int(a[-1]) < int(b[0]) for a, b in pairwise(indices)):
+            continue  # as an owner cuts them: one after the other, which need not be merged to be seen
+        merged = torch.cat([i.cpu() for i in indices]).sort().values
+        if bool((merged[1:] == merged[:-1]).any()):
+            raise RefusedError(f"tensor {name!r}: two of its items have an index in common")

@@ -38,31 +38,30 @@ _inlined = nb.njit(nogil=True, error_model="numpy", inline="always")
 
 
 @_compiled
-def differences(old, new, old_words, new_words, head, lanes, start, positions, before, after):
-    """Positions at which two flat arrays differ, plus ``start``, and what both hold there; returns how many.
+def differences(old, new, old_words, new_words, layout, resume, positions, before, after):
+    """Positions at which two flat arrays differ, and what both hold there, until no more might fit.
 
     Args:
         old: unsigned integers, shape [n].
         new: the same.
-        old_words: uint64, shape [m]: the memory of ``old`` from element ``head`` on.
+        old_words: uint64, shape [m]: the memory of ``old`` from the first whole word on.
         new_words: the same of ``new``.
-        head: elements before the words.
-        lanes: elements in a word; 0 where the arrays have no words in common, then ``head`` is n.
-        start: of the first element.
-        positions: uint64, shape [n].
-        before: as ``old``, shape [n].
-        after: as ``new``, shape [n].
+        layout: uint64: elements before the words, all of them if there are no words; elements in a word; what to add
+            to positions.
+        resume: uint64: words that were looked at, and elements that were found, by earlier calls; brought forward.
+            When all words have been looked at, one more is counted once the elements after them were.
+        positions: uint64, with room for the elements before the words and for a block of words.
+        before: as ``old``, the same shape.
+        after: as ``new``, the same shape.
     """
-    found = U0
-    for i in range(head):
-        if old[i] != new[i]:
-            positions[found], before[found], after[found] = start + i, old[i], new[i]
-            found += U1
+    head, lanes, start = layout[0], layout[1], layout[2]
+    base, found = resume[0], resume[1]
+    if base == U0 and found == U0:
+        found = _elements(old, new, U0, head, start, found, positions, before, after)
     word = np.empty(WORDS + U1, np.uint32)
     place = np.empty(U(8) * WORDS + U(8), np.uint32)
-    base = U0
-    words = U(old_words.size)
-    while base < words:
+    words, room = U(old_words.size), U(positions.size)
+    while base < words and found + lanes * WORDS <= room:
         count = min(WORDS, words - base)
         differing = U0
         for k in range(count):  # branch-free: where to write depends on what was found, whether to write does not
@@ -75,7 +74,16 @@ def differences(old, new, old_words, new_words, head, lanes, start, positions, b
             positions[found], before[found], after[found] = start + i, old[i], new[i]
             found += U1
         base += count
-    for i in range(head + words * lanes, U(old.size)):
+    if base == words and found + lanes <= room:
+        found = _elements(old, new, head + words * lanes, U(old.size), start, found, positions, before, after)
+        base += U1
+    resume[0], resume[1] = base, found
+
+
+@_inlined
+def _elements(old, new, begin, end, start, found, positions, before, after):
+    """The elements that lie in no word, one by one; returns how many are found now."""
+    for i in range(begin, end):
         if old[i] != new[i]:
             positions[found], before[found], after[found] = start + i, old[i], new[i]
             found += U1

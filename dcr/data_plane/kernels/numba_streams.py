@@ -25,6 +25,7 @@ _GRAIN = 1 << 16
 """Elements, entries or bytes below which a thread of its own does not pay."""
 _SLICES = 4
 """Slices a thread: enough that threads which do not get a core all the time still end together."""
+_BLOCK = int(compiled.WORDS) + 1
 _WORD = 8
 _REFERENCE = TorchStreamKernels()
 
@@ -43,8 +44,7 @@ class NumbaStreamKernels:
     def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
         """See :meth:`StreamKernels.differences`."""
         ours, theirs = _words(old), _words(new)
-        cuts = self._cuts(ours.size)
-        found = self._map(lambda span: _differences(ours, theirs, *span), cuts)
+        found = self._map(lambda span: _differences(ours, theirs, *span), self._cuts(ours.size))
         positions, before, after = (
             part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*found, strict=True)
         )
@@ -109,13 +109,12 @@ class NumbaStreamKernels:
     def _cuts(self, total: int) -> list[tuple[int, int]]:
         """Slices of what is counted from 0 up to ``total``; at least one."""
         slices = max(1, min(-(-total // _GRAIN), self._threads * _SLICES if self._threads > 1 else 1))
-        # Multiples of a cache line's elements, so that slices begin as the whole does.
-        bounds = [total * k // slices // 64 * 64 for k in range(slices)] + [total]
+        bounds = [*(total * k // slices for k in range(slices)), total]
         return list(itertools.pairwise(bounds))
 
     def _map(self, work: Callable[[A], B], things: Sequence[A]) -> list[B]:
-        if len(things) == 1:
-            return [work(things[0])]
+        if len(things) == 1 or self._threads == 1:
+            return [work(thing) for thing in things]
         return list(self._pool.map(work, things))
 
 
@@ -135,15 +134,21 @@ def _differences(old: Words, new: Words, start: int, stop: int) -> tuple[Words, 
     phase = old.ctypes.data % _WORD
     lanes = _WORD // old.itemsize
     head = min((_WORD - phase) % _WORD // old.itemsize, old.size)
-    if new.ctypes.data % _WORD != phase:
-        lanes, head = 0, old.size
-    whole = (old.size - head) // lanes if lanes else 0
-    words = (array[head : head + whole * lanes].view(np.uint64) for array in (old, new))
-    positions = np.empty(old.size, np.uint64)
-    before, after = np.empty_like(old), np.empty_like(new)
-    numbers = (np.uint64(number) for number in (head, lanes, start))
-    found = compiled.differences(old, new, *words, *numbers, positions, before, after)
-    return positions[:found].copy(), before[:found].copy(), after[:found].copy()
+    if new.ctypes.data % _WORD != phase:  # no word begins in both
+        head = old.size
+    whole = (old.size - head) // lanes
+    words = [array[head : head + whole * lanes].view(np.uint64) for array in (old, new)]
+    layout, resume = np.array([head, lanes, start], np.uint64), np.zeros(2, np.uint64)
+    room = head + max(old.size // 16, lanes * _BLOCK)
+    found = tuple(np.empty(room, kind) for kind in (np.uint64, old.dtype, old.dtype))
+    compiled.differences(old, new, *words, layout, resume, *found)
+    while resume[0] <= whole:
+        room *= 4
+        found = tuple(np.concatenate((part, np.empty(room - part.size, part.dtype))) for part in found)
+        compiled.differences(old, new, *words, layout, resume, *found)
+    count = int(resume[1])
+    positions, before, after = (part[:count] if 2 * count > room else part[:count].copy() for part in found)
+    return positions, before, after
 
 
 def _refused(item: Item) -> ItemBytes:

@@ -168,14 +168,16 @@ def test_a_fold_cut_short_blocks_emission_and_is_finished_by_another(monkeypatch
     expected = source.candidate_digest
     calls = []
 
-    def interrupted(spec, indices, bits):
-        calls.append(spec)
-        if len(calls) > 5:
+    def interrupted(change):
+        calls.append(change)
+        if len(calls) > 2:
             raise KeyboardInterrupt
-        return digest_elements(spec, indices, bits)
+        return digest_elements(change.spec, change.indices, change.new) - digest_elements(
+            change.spec, change.indices, change.old
+        )
 
     with monkeypatch.context() as patch:
-        patch.setattr("dcr.trainer.torch.source.digest_elements", interrupted)
+        patch.setattr("dcr.trainer.torch.source._digest_of_change", interrupted)
         with pytest.raises(KeyboardInterrupt):
             source.fold(expected)
     assert source.folding

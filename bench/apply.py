@@ -1,0 +1,138 @@
+"""Decode and apply: one shard in place, against the paper's way: scratch, scatter, dense XOR.
+
+Ours decodes whole payloads, checks them (digest, bounds, every form, entry digests) and writes the changed elements
+where they lie.  The paper's way, in torch, decompresses gaps and masks of a chunk, scatters into a zeroed scratch and
+XORs it over the chunk; it checks nothing.  First the rate grows at a fixed size, then the size at a fixed number of
+changes: the cost must follow the changes.  Ways take turns in every round; with one core, in processor time.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import zstandard
+from table import Row, parser, report
+from workload import CHUNK_ELEMENTS, Race, payloads, peer_payload, relative, spec_of
+
+from dcr.data_plane.index_map import Box
+from dcr.data_plane.kernels.box_table import BoxTable, PlacedBox, PlacedTensor
+from dcr.data_plane.kernels.numba_cpu import NumbaKernels
+from dcr.data_plane.kernels.numba_streams import NumbaStreamKernels
+from dcr.data_plane.kernels.records import Records
+from dcr.data_plane.payload import decode_payload
+
+NAME = "apply"
+RATES = (0.0001, 0.001, 0.01, 0.03, 0.05, 0.1)
+AIM = 4.0
+AIMED = (0.01, 0.03, 0.05)
+GROWTH = (1, 2, 4, 8)
+NOT_MEASURED = ("a GPU", "several boxes a tensor (bench/apply_vllm.py has real placements)")
+
+
+class Shard:
+    """A flat tensor that payloads are applied to in place."""
+
+    def __init__(self, bits: torch.Tensor) -> None:
+        self.bits = bits.clone()
+        box = PlacedBox(Box.of([bits.numel()], [1], [2], 0, self.bits.data_ptr()))
+        self._table = BoxTable.of([PlacedTensor(bits.numel(), 2, (box,))])
+        self._streams, self._boxes = NumbaStreamKernels(1), NumbaKernels(1)
+        self._known = {spec.name: spec for spec in [spec_of(bits.numel())]}
+
+    def apply(self, made: list[bytes]) -> None:
+        """Decode, check and apply payloads."""
+        for data in made:
+            items = decode_payload(data, known=self._known, kernels=self._streams)[1]
+            records = Records.of([0] * len(items), items)
+            if self._boxes.first_disordered(self._table, records) is not None:
+                raise RuntimeError("what was decoded is out of order")
+            self._boxes.place(self._table, records)
+
+
+class Scratch:
+    """The paper's way."""
+
+    def __init__(self, bits: torch.Tensor, entries: list[int]) -> None:
+        self.bits = bits.clone()
+        self._entries = entries
+        self._scratch = torch.zeros(min(CHUNK_ELEMENTS, bits.numel()), dtype=torch.int16)
+
+    def apply(self, made: list[bytes]) -> None:
+        """Decompress, scatter and XOR chunk by chunk."""
+        for chunk, (frame, entries) in enumerate(zip(made, self._entries, strict=True)):
+            raw = zstandard.ZstdDecompressor().decompress(frame)
+            gaps = np.frombuffer(raw, np.uint16, entries)
+            masks = torch.from_numpy(np.frombuffer(raw, np.int16, entries, 2 * entries).copy())
+            where = torch.from_numpy(np.cumsum(gaps.astype(np.int64) + 1) - 1)
+            target = self.bits[chunk * CHUNK_ELEMENTS : (chunk + 1) * CHUNK_ELEMENTS]
+            scratch = self._scratch[: target.numel()].zero_()
+            scratch.index_copy_(0, where, masks)
+            target.bitwise_xor_(scratch)
+
+
+def race(rate: float, elements: int, rounds: tuple[int, int]) -> tuple[Race, int]:
+    """Both ways on one update, checked, and how many elements it changes."""
+    old, new = relative(rate, elements, noise="uniform", rows=False)
+    changed = old != new
+    entries = [int(part.sum()) for part in changed.split(CHUNK_ELEMENTS)]
+    forth, back = (payloads(a, b, NumbaStreamKernels(1)) for a, b in ((old, new), (new, old)))
+    masks = peer_payload(old, new)
+    ours, theirs = Shard(old), Scratch(old, entries)
+    ours.apply(forth)
+    theirs.apply(masks)
+    if not torch.equal(ours.bits, new) or (rate > 0.0005 and not torch.equal(theirs.bits, new)):
+        raise RuntimeError(f"{rate}: applying gave other bits")  # below, some gaps do not fit into the peers' 16 bits
+    steps = [back, forth]
+
+    def apply() -> None:
+        steps.reverse()
+        ours.apply(steps[1])  # forth and back, so that every round starts from real bits
+
+    ways = {"ours": apply, "scratch": lambda: theirs.apply(masks)}
+    return Race(ways, warmups=rounds[0], rounds=rounds[1]), sum(entries)
+
+
+def rows_of(elements: int, rounds: tuple[int, int]) -> Iterator[Row]:
+    """Rows of all rates, and of all sizes."""
+    for rate in RATES:
+        ran, entries = race(rate, elements, rounds)
+        claim = f"{100 * rate:g} % of {elements >> 20} Mi elements"
+        aim = AIM if rate in AIMED else None
+        yield Row(
+            f"{claim}: scratch + dense XOR / ours",
+            ran.ratio("scratch", "ours", processor=True),
+            "x",
+            paper=1.0,
+            aim=aim,
+        )
+        seconds = ran.seconds("ours", processor=True)
+        yield Row(f"{claim}: ours", 2 * elements / 1e9 / seconds, "GB/s of shard")
+        yield Row(f"{claim}: ours, an entry", 1e9 * seconds / entries, "ns")
+        yield Row(f"{claim}: scratch + dense XOR", 1e3 * ran.seconds("scratch", processor=True), "ms")
+    changes = elements // 8 // 1000
+    first = 0.0
+    for growth in GROWTH:
+        size = elements // 8 * growth
+        ran, entries = race(changes / size, size, rounds)
+        seconds = ran.seconds("ours", processor=True)
+        first = first or seconds / entries
+        claim = f"{changes} changes in {size >> 20} Mi elements"
+        yield Row(f"{claim}: ours, an entry", 1e9 * seconds / entries, "ns")
+        yield Row(f"{claim}: ours, times the smallest size's", seconds / entries / first, "x")
+        yield Row(f"{claim}: scratch + dense XOR", 1e3 * ran.seconds("scratch", processor=True), "ms")
+
+
+def main() -> None:
+    """Measure by rate and by size."""
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--elements", type=int, default=1 << 26, help="elements of the shard (default: 2**26)")
+    arguments.add_argument("--rounds", type=int, default=10, help="rounds that count (default: 10)")
+    arguments.add_argument("--warmups", type=int, default=3, help="rounds before (default: 3)")
+    asked = arguments.parse_args()
+    torch.set_num_threads(1)
+    rows = list(rows_of(asked.elements, (asked.warmups, asked.rounds)))
+    report(NAME, rows, NOT_MEASURED, as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()
