@@ -255,8 +255,8 @@ def test_stock_engine_answers_alike_and_is_refused_by_name(checkpoints, stock, t
         "mlp.gate.weight: removed",
         "embed_tokens.weight: cpu_linear computes with a private copy",
         "lm_head.weight: cpu_linear computes with a private copy",
-        "experts.routed_experts.w13_weight: does not hold what the loader writes there",
-        "experts.routed_experts.w2_weight: does not hold what the loader writes there",
+        "experts.routed_experts.w13_weight: rewritten after loading, elsewhere: an update would write",
+        "experts.routed_experts.w2_weight: rewritten after loading, elsewhere: an update would write",
     ):
         assert tensor in answer["refused"]
     assert ["model.layers.1.self_attn.qkv_proj", "weight"] in answer["found"]
