@@ -4,6 +4,7 @@ Layers are small modules with quantisation methods that do what vLLM's do on GPU
 first call, before it opens a gate, and leave every bit as it was.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -183,6 +184,26 @@ def test_swapped_halves_are_composed_and_refits_equal_an_engine_that_loaded_and_
         storage.apply(items)
         storage.synchronise()
         assert bits(model) == bits(started(vllm_parts, cutlass, new, backend))
+
+
+def test_layers_of_one_shape_are_learned_once(vllm_parts, monkeypatch):
+    from dcr.rollout.vllm import conversions  # noqa: PLC0415  imports vLLM
+
+    backend = vllm_parts.unquantized.UnquantizedMoeBackend.FLASHINFER_CUTLASS
+    models = [started(vllm_parts, cutlass, weights(seed), backend) for seed in (0, 1)]
+    both = nn.ModuleList(models)
+    changes = [
+        dataclasses.replace(change, name=f"{i}.{change.name}")
+        for i, model in enumerate(models)
+        for change in vllm_parts.post_load.changes_of(model)
+    ]
+    learned = []
+    learn = conversions.learn_conversions
+    monkeypatch.setattr(conversions, "learn_conversions", lambda *args: learned.append(args) or learn(*args))
+    found, reasons = conversions.find_conversions(both, changes)
+    assert len(learned) == 1
+    assert reasons == {}
+    assert [one.name for one in found] == ["0.experts.w13_weight", "1.experts.w13_weight"]
 
 
 def swap_behind(parts, layer):

@@ -1,6 +1,7 @@
 """Which of vLLM's post-load conversions only move elements: its own functions, run on ids."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,20 +32,24 @@ def find_conversions(
     changed = {change.name: change.form for change in changes if change.form is not None}
     found: list[Conversion] = []
     reasons: dict[str, str] = {}
+    known: dict[tuple[Any, ...], list[Conversion]] = {}  # layers of one shape and configuration are converted alike
     for prefix, module in model.named_modules():
         names = [f"{prefix}.{weight}".removeprefix(".") for weight in _WEIGHTS]
         convert = _conversion_of(module, names)
         if convert is None or not any(name in changed for name in names):
             continue
         forms = {n: changed.get(n) or Form.of(getattr(module, w)) for n, w in zip(names, _WEIGHTS, strict=True)}
+        like = (module.quant_method.unquantized_backend, repr(getattr(module, "moe_config", None)))
+        like = (*like, *((form.shape, form.dtype) for form in forms.values()))
         try:
-            learned = learn_conversions(convert, forms)
+            if like not in known:
+                known[like] = list(learn_conversions(convert, forms).values())
         except RefusedError as e:
             reasons |= dict.fromkeys((n for n in names if n in changed), str(e))
         else:
-            for name in names:
-                if name in changed and learned[name].moves:
-                    found.append(learned[name])
+            for learned, (name, form) in zip(known[like], forms.items(), strict=True):
+                if name in changed and learned.moves:
+                    found.append(dataclasses.replace(learned, name=name, form=form))
                 elif name in changed:
                     reasons[name] = "its backend's conversion leaves it as it is, so that something else changed it"
     return tuple(found), reasons
