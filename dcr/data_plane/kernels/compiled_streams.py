@@ -13,6 +13,9 @@ from typing import Any
 
 import numba as nb
 import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
 
 U = np.uint64
 U0, U1, U2, U4, U15 = U(0), U(1), U(2), U(4), U(15)
@@ -21,8 +24,10 @@ ESCAPE, WORD_MIN, LONG_CODE = U(15), U(270), U(255)
 """As :mod:`dcr.data_plane.streams` has them, which may not be read from here."""
 BAD = U(0xFFFFFFFFFFFFFFFF)
 """More than any gap."""
-WORDS = U(512)
-"""Words of 8 bytes looked at together: 4 KiB of each array, so that the lists between the stages stay in cache."""
+WORDS = U(1024)
+"""Words of 8 bytes looked at together: 8 KiB of each array, so that the lists between the stages stay in cache."""
+LINES = U(127)
+"""Cache lines that these words take, less 1."""
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -35,6 +40,22 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 _inlined = nb.njit(nogil=True, error_model="numpy", inline="always")
+
+
+@intrinsic
+def _prefetch(_context: Any, array: Any, index: Any) -> Any:
+    """Ask for the cache line of an element, which may lie past the end: nothing is read, nothing can fail."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [address, number(0), number(2), number(1)])  # to read, second level, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), code
 
 
 @_compiled
@@ -58,21 +79,22 @@ def differences(old, new, old_words, new_words, layout, resume, positions, befor
     base, found = resume[0], resume[1]
     if base == U0 and found == U0:
         found = _elements(old, new, U0, head, start, found, positions, before, after)
+    mask = np.zeros(WORDS, np.uint8)
+    eight = np.empty((WORDS >> U(3)) + U1, np.uint32)
     word = np.empty(WORDS + U1, np.uint32)
     place = np.empty(U(8) * WORDS + U(8), np.uint32)
     words, room = U(old_words.size), U(positions.size)
     while base < words and found + lanes * WORDS <= room:
         count = min(WORDS, words - base)
-        differing = U0
-        for k in range(count):  # branch-free: where to write depends on what was found, whether to write does not
-            word[differing] = np.uint32(k)
-            differing += U(old_words[base + k] != new_words[base + k])
+        differing = _differing(old_words, new_words, base, count, mask, mask.view(np.uint64), eight, word)
         places = _places(old_words, new_words, base, word, differing, lanes, place)
         first = head + base * lanes
         for k in range(places):
             i = first + U(place[k])
             positions[found], before[found], after[found] = start + i, old[i], new[i]
             found += U1
+            # Nothing fetches the next block while this one is looked at again, unless it is asked for.
+            _prefetch(new_words, base + WORDS + ((k & LINES) << U(3)))
         base += count
     if base == words and found + lanes <= room:
         found = _elements(old, new, head + words * lanes, U(old.size), start, found, positions, before, after)
@@ -91,12 +113,40 @@ def _elements(old, new, begin, end, start, found, positions, before, after):
 
 
 @_inlined
+def _differing(old_words, new_words, base, count, mask, masks, eight, word):
+    """Words that differ, counted from the block's first; returns how many.
+
+    Branch-free: where to write depends on what was found, whether to write does not.  All words are compared at once,
+    and where changes are rare most eights of them need no second look.
+    """
+    differing = U0
+    if count < WORDS:
+        for k in range(count):
+            word[differing] = np.uint32(k)
+            differing += U(old_words[base + k] != new_words[base + k])
+        return differing
+    for k in range(WORDS):
+        mask[k] = np.uint8(old_words[base + k] != new_words[base + k])
+    eights = U0
+    for k in range(WORDS >> U(3)):
+        eight[eights] = np.uint32(k << U(3))
+        eights += U(masks[k] != U0)
+    for e in range(eights):
+        first = U(eight[e])
+        for k in range(first, first + U(8)):
+            word[differing] = np.uint32(k)
+            differing += U(mask[k])
+    return differing
+
+
+@_inlined
 def _places(old_words, new_words, base, word, differing, lanes, place):
     """Elements that differ in the words that do, counted from the block's first; returns how many."""
     n = U0
     if lanes == U4:
         for k in range(differing):
             i = U(word[k])
+            _prefetch(old_words, base + WORDS + ((k & LINES) << U(3)))
             bits, first = old_words[base + i] ^ new_words[base + i], np.uint32(i << U2)
             place[n] = first
             n += U((bits & U(0xFFFF)) != U0)
@@ -109,6 +159,7 @@ def _places(old_words, new_words, base, word, differing, lanes, place):
     elif lanes == U2:
         for k in range(differing):
             i = U(word[k])
+            _prefetch(old_words, base + WORDS + ((k & LINES) << U(3)))
             bits, first = old_words[base + i] ^ new_words[base + i], np.uint32(i << U1)
             place[n] = first
             n += U((bits & U(0xFFFFFFFF)) != U0)
@@ -121,6 +172,7 @@ def _places(old_words, new_words, base, word, differing, lanes, place):
     else:
         for k in range(differing):
             i = U(word[k])
+            _prefetch(old_words, base + WORDS + ((k & LINES) << U(3)))
             bits = old_words[base + i] ^ new_words[base + i]
             for lane in range(U(8)):
                 place[n] = np.uint32((i << U(3)) + lane)
@@ -218,9 +270,10 @@ def write_codes(values, adds, top, nibbles, escapes, words, ends):
         value = U(values[i])
         good &= value != U0
         if adds == U1:
-            # Zigzag in the width's own bits: 2d for d > 0, -2d - 1 for d < 0; less 1.
-            negative = value & top
-            code = (((value ^ top) - top) << U1 if negative == U0 else ~(((value ^ top) - top) << U1)) - U1
+            # Zigzag of the sign-extended difference: 2d for d > 0, -2d - 1 for d < 0; less 1.  Signs are as good as
+            # random, so a question about them would be guessed wrong every other time.
+            wide = (value ^ top) - top
+            code = ((wide << U1) ^ (U0 - (wide >> U(63)))) - U1
         else:
             code = value - U1
         if code >= ESCAPE:

@@ -147,7 +147,7 @@ def _differences(old: Words, new: Words, start: int, stop: int) -> tuple[Words, 
         found = tuple(np.concatenate((part, np.empty(room - part.size, part.dtype))) for part in found)
         compiled.differences(old, new, *words, layout, resume, *found)
     count = int(resume[1])
-    positions, before, after = (part[:count] if 2 * count > room else part[:count].copy() for part in found)
+    positions, before, after = (part[:count] if 4 * count > room else part[:count].copy() for part in found)
     return positions, before, after
 
 
