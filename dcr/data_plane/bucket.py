@@ -10,7 +10,7 @@ ITEM_BYTES = 128
 
 
 def entry_bytes(spec: TensorSpec) -> int:
-    """What an entry counts: its decoded index and value, which is also more than it takes in the streams."""
+    """What an entry counts: its decoded index and value, which is also more than it takes in the streams on average."""
     return 8 + spec.dtype.itemsize
 
 

@@ -11,6 +11,7 @@ from dcr.data_plane.kernels.box_table import BoxTable, PlacedBox, PlacedTensor
 from dcr.data_plane.kernels.interface import Kernels
 from dcr.data_plane.kernels.records import Records
 from dcr.data_plane.kernels.reference import ReferenceKernels
+from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.resident import Span
 from dcr.protocol.errors import DcrError
 
@@ -35,6 +36,7 @@ def kernels_for(spans: Sequence[Span]) -> Kernels:
 
         kernels = NumbaKernels()
         _try(kernels)
+        stream_kernels()  # what decodes for these kernels is to be ready as soon as they are
         _tried.append(kernels)
     return _tried[0]
 
