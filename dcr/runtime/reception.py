@@ -132,7 +132,7 @@ class Reception:
             self.bytes += len(data)
             self._reserve(key, size)
         try:
-            kept: Shared | bytes = self._memory.write(data) if shared and data else data
+            kept: Shared | bytes = self._write(data) if shared and data else data
         except SharedMemoryError as e:
             with self._changed:
                 self._held_bytes -= size
@@ -140,6 +140,18 @@ class Reception:
         with self._changed:
             self._held[key] = _Object(epoch, kept, size, readers={engine})
         return kept
+
+    def _write(self, data: bytes) -> Shared:
+        """Put bytes into shared memory, of which a host may have less than the bound allows: then too the oldest go."""
+        while True:
+            try:
+                return self._memory.write(data)
+            except SharedMemoryError:
+                with self._changed:
+                    idle = next((k for k, held in self._held.items() if held.size and not held.readers), None)
+                    if idle is None:
+                        raise
+                    self._drop(idle)
 
     def taken(self, engine: str, key: str) -> None:
         """The engine's ranks are done with an object."""

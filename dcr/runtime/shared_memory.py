@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -20,6 +21,8 @@ from dcr.runtime.rank_messages import Shared
 
 ROOT = Path("/dev/shm")  # noqa: S108 - a folder with an unguessable name and the owner's permissions is made there
 _PREFIX = "dcr-"
+_NAME = re.compile(r"dcr-[0-9a-f]{16}-[0-9]+-[a-z0-9_]{8}")
+"""What ``SharedMemory`` calls its folders: digest of the record, incarnation, and what ``mkdtemp`` appends."""
 _TRIES_MAX = 16
 
 
@@ -60,17 +63,17 @@ class SharedMemory:
         """Put bytes into a new file, readable by this user only.
 
         Raises:
-            SharedMemoryError: there is not so much memory; nothing stays of it.
+            SharedMemoryError: there is not so much memory, or the folder is gone; nothing stays of it.
         """
         path = self.folder / str(next(self._names))
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
         try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "wb", buffering=0) as file:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
         except OSError as e:
-            path.unlink()
+            path.unlink(missing_ok=True)
             raise SharedMemoryError(
                 f"shared memory: {len(data)} bytes could not be written to {self.folder}: {e}; give the host more "
                 "(a container: --shm-size), or lower receive_bytes_max"
@@ -135,9 +138,9 @@ def _lock(folder: Path) -> int | None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove the folders of nodes that are no more."""
+    """Remove the folders of nodes that are no more, and nothing else: a run may keep its own files beside them."""
     for folder in root.glob(f"{_PREFIX}*"):
-        lock = _lock(folder)
+        lock = _lock(folder) if _NAME.fullmatch(folder.name) else None
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)

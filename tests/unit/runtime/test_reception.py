@@ -1,6 +1,8 @@
 """What a host receives, from a real folder into real files: once, within its bound, and no engine waits for another."""
 
 import random
+import resource
+import shutil
 import threading
 import time
 
@@ -46,9 +48,9 @@ def order(epoch=3):
 
 
 class Host:
-    def __init__(self, folder, engines=("a", "b"), **bounds):
+    def __init__(self, folder, engines=("a", "b"), memory=None, **bounds):
         self.store = Counting(folder / "p")
-        self.memory = SharedMemory("r", 1, folder)
+        self.memory = memory or SharedMemory("r", 1, folder)
         bounds = {"delivery_timeout_s": 0.2, **bounds}
         self.reception = Reception(self.store, self.memory, engines, Settings(**bounds), payload_bytes_max=1000)
         self.inboxes = {engine: self.reception.inbox(engine) for engine in engines}
@@ -134,6 +136,42 @@ def test_an_engine_that_is_behind_holds_up_nobody_and_reads_anew_what_had_to_go(
     host.inboxes["a"].passed(3)
     host.inboxes["b"].passed(3)
     assert host.files == []
+
+
+class Small(SharedMemory):
+    """Memory of 100 bytes, as of a container whose /dev/shm is smaller than the bound."""
+
+    def write(self, data):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        free = 100 - sum(path.stat().st_size for path in self.folder.iterdir())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (free, before[1]))
+        try:
+            return super().write(data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_memory_smaller_than_the_bound_lets_no_engine_that_is_behind_hold_up_another(host_of, tmp_path):
+    host = host_of(memory=Small("r", 1, tmp_path))
+    sent = [bytes([n]) * 40 for n in range(8)]
+    for n, data in enumerate(sent):
+        host.put(n, data)
+    assert host.read("b", 0) == sent[0]
+    assert [host.take("a", n) for n in range(8)] == sent
+    assert host.reception._held_bytes == host.used
+    host.put(8, b"x" * 101)
+    with pytest.raises(DeliveryError, match="101 bytes could not be written"):
+        host.read("a", 8)
+    assert [host.take("b", n) for n in range(8)] == sent
+
+
+def test_memory_that_is_gone_is_an_error_of_delivery_and_counts_nothing(host_of):
+    host = host_of()
+    host.put(0, b"first")
+    shutil.rmtree(host.memory.folder)
+    with pytest.raises(DeliveryError, match="5 bytes could not be written"):
+        host.read("a", 0)
+    assert host.reception._held_bytes == 0
 
 
 def test_what_ranks_are_reading_is_not_taken_from_them_for_want_of_room(host_of):

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -113,6 +114,23 @@ def test_what_a_killed_node_left_is_swept_and_what_a_living_one_has_is_not(tmp_p
     SharedMemory("other", 2, tmp_path).close()
     assert not left.exists()
     assert list(tmp_path.iterdir()) == [foreign]
+
+
+@pytest.mark.parametrize("name", ["dcr-run", "dcr-0123456789abcdef", "dcr-0123456789abcdef-7-payload"])
+def test_a_sweep_takes_nothing_that_no_node_made(tmp_path, name):
+    """A run's record or payloads may lie in the same memory, in a folder that is called after dcr."""
+    record = tmp_path / name / "record.db"
+    record.parent.mkdir()
+    record.write_bytes(b"all there is")
+    SharedMemory("record", 1, tmp_path).close()
+    assert record.read_bytes() == b"all there is"
+
+
+def test_a_folder_that_was_taken_away_is_an_error_by_name(memory):
+    """As systemd does with what a user leaves in /dev/shm when the last session ends (RemoveIPC)."""
+    shutil.rmtree(memory.folder)
+    with pytest.raises(SharedMemoryError, match="10 bytes could not be written"):
+        memory.write(b"some bytes")
 
 
 def test_it_lies_in_memory_unless_told_otherwise():
