@@ -121,6 +121,7 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
         self._init: DcrInitInfo | None = None
         self._incarnation = 0
         self._acknowledged: _Acknowledged | None = None
+        self._last: _Acknowledged | None = None  # the same, until another attempt is prepared
         self._content = ContentDigest()  # the sum of the manifests' shares
 
     def init_transfer_engine(self, init_info: DcrInitInfo) -> None:
@@ -160,14 +161,20 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
         """Prepare, fetch, apply, synchronise, acknowledge.
 
         A later attempt in the same session takes the place of an earlier one: what a caller that died left open needs
-        no ending.
+        no ending.  The one acknowledged last is acknowledged again if it is sent again, as when its answer was lost.
 
         Raises:
-            RefusedError: the attempt is fenced, or not one that this storage may take; nothing was written.
+            RefusedError: ``init_weight_transfer_engine`` has not succeeded, or the attempt is fenced, or not one that
+                this storage may take; nothing was written.
             TransferError: it failed on the way; storage may be torn, and takes a dense attempt only.
         """
         self._acknowledged = None
+        if self._init is None:
+            raise RefusedError("update_weights came before init_weight_transfer_engine: call that first")
         attempt = TransferAttempt.of(update_info.attempt)
+        if self._last is not None and self._last.attempt == attempt:
+            self._acknowledged = self._last
+            return
         delivery = open_delivery(update_info.delivery)
         try:
             order = Prepare(
@@ -175,11 +182,12 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
             )
             base = attempt.base
             before = CommitRecord(attempt.record_id, base.version, attempt.epoch, _CALLER, 1, base.baseline_id)
-            for result in self._call(PrepareRank(order, before)):
+            prepared = self._call(PrepareRank(order, before))
+            self._last = None
+            for result in prepared:
                 if isinstance(result, RankFailed):
                     raise RefusedError(result.reason)
             self._call(OpenApply(attempt.record_id, attempt.epoch))
-            assert self._init is not None
             self._content = ContentDigest()
             fetch = Fetch(
                 order,
@@ -226,7 +234,7 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
                     if isinstance(result, RankFailed):
                         raise TransferError(f"epoch {attempt.epoch} failed here: {result.reason}")
                     if isinstance(result, RankAcknowledged):
-                        self._acknowledged = _Acknowledged(attempt, result.root, self._content.hex())
+                        self._acknowledged = self._last = _Acknowledged(attempt, result.root, self._content.hex())
             if answers:
                 moved = time.monotonic()
             elif time.monotonic() - moved > self._init.delivery_timeout_s:
