@@ -128,6 +128,7 @@ class NodeAgent:
             self._read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
         self._read_at = time.monotonic()
+        self._withheld = False  # the gate did not drain, and lets nobody in until the record is read again
         self._fetch: Fetch | None = None
         self._changed = threading.Condition()
         self._failed: str = ""
@@ -149,7 +150,7 @@ class NodeAgent:
     @property
     def serving(self) -> int | None:
         """The version being served; None while the gate is closed."""
-        return self._role.serving
+        return None if self._withheld else self._role.serving
 
     @property
     def failure(self) -> str:
@@ -167,7 +168,7 @@ class NodeAgent:
                 lambda: (
                     self._failed
                     or self._stop.is_set()
-                    or (self._role.serving is not None and self._role.serving >= version)
+                    or ((serving := self.serving) is not None and serving >= version)
                 ),
                 timeout_s,
             )
@@ -179,9 +180,8 @@ class NodeAgent:
                 raise NodeError(
                     f"engine {self._name}: version {version} is not served after {timeout_s} s: {self._why()}"
                 )
-            serving = self._role.serving
-            assert serving is not None
-            return serving
+            serving = self.serving
+            return version if serving is None else serving  # it may have closed since
 
     def readback(self, timeout_s: float) -> ReadbackReport:
         """Read storage back now, and compare it with the version that it is taken to hold; requests run meanwhile.
@@ -339,10 +339,13 @@ class NodeAgent:
         try:
             self._engine.close_gate(self._settings.drain_timeout_s)
         except DcrError as e:
-            if serving is not None:
+            if self._stale:
+                self._withheld = True  # those inside go on, but what may be stale serves nobody new
+            elif serving is not None:
                 self._engine.open_gate(serving)  # nothing was written: it goes on as it was
             self._do(self._role.gate_stuck(str(e)))
             return
+        self._withheld = False
         self._do(self._role.gate_closed(epoch))
 
     def _open_gate(self, epoch: int) -> None:
@@ -418,11 +421,27 @@ class NodeAgent:
         for rank in answers.keys() - states.keys():  # it has started anew, or obeys another record
             raise RankLostError(f"rank {rank} would not learn the record: {answers[rank].refused}")
         self._do(self._role.learned(record, states))
+        if self._withheld:
+            self._let_in_again()
+
+    def _let_in_again(self) -> None:
+        """Of a gate that did not drain nothing was written: it goes on as it was, unless it was closed meanwhile."""
+        serving = self._role.serving
+        if serving is not None:
+            self._engine.open_gate(serving)
+        with self._changed:
+            self._withheld = False
+            self._changed.notify_all()
+
+    @property
+    def _stale(self) -> bool:
+        """Whether the record has not been read for so long that what is served may be stale (DESIGN D16)."""
+        return time.monotonic() - self._read_at > self._settings.serve_lease_s
 
     def _check_lease(self) -> None:
         """Serve nothing that may be stale: the record has not been read for too long (DESIGN D16)."""
         lease = self._settings.serve_lease_s
-        if time.monotonic() - self._read_at > lease:
+        if self._stale:
             effects = self._role.record_lost()
             if effects:
                 _log.warning("engine %s closes its gate: the record was not read for %s s", self._name, lease)

@@ -268,3 +268,22 @@ def test_nothing_is_served_that_may_be_stale_while_the_record_is_out_of_reach(le
     away.rename(at.file)
     assert at.node.wait_serving(0, WAIT_S) == 0
     at.serves_old()
+
+
+@pytest.fixture
+def hurried(tmp_path: Path) -> Iterator[Led]:
+    yield from led(tmp_path, serve_lease_s=1.0, drain_timeout_s=0.1)
+
+
+def test_a_request_that_will_not_leave_lets_no_other_in_while_the_record_is_out_of_reach(hurried: Led) -> None:
+    at = hurried
+    away = at.file.with_name("away.db")
+    with at.engine.request():
+        at.file.rename(away)
+        wait(lambda: at.engine.version is None)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            assert at.engine.version is None
+        away.rename(at.file)
+        wait(lambda: at.engine.version == 0)  # nothing was written: it goes on as it was
+    at.serves_old()
