@@ -101,14 +101,14 @@ class VllmEngine:
         self._gate.close(drain_timeout_s)
 
     def reset_caches(self) -> None:
-        """Drop what was computed with older weights: the prefix cache and the encoder cache (DESIGN D12).
+        """Drop what was computed with older weights: prefix cache, offloaded blocks and encoder cache (DESIGN D12).
 
         Raises:
             RefusedError: the gate is not closed and drained.
             CacheResetError: the engine says that it could not.
         """
         self._gate.check_drained("resetting caches")
-        if not self._call("reset_prefix_cache", self._llm.reset_prefix_cache):
+        if not self._call("reset_prefix_cache", lambda: self._llm.reset_prefix_cache(reset_connector=True)):
             raise CacheResetError(f"engine {self.name}: vLLM could not reset its prefix cache: restart the engine")
         self._call("reset_encoder_cache", self._llm.llm_engine.reset_encoder_cache)
 

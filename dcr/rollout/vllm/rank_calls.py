@@ -20,8 +20,8 @@ class RankCalls:
         rpc: ``collective_rpc``: given a method of the worker and its arguments, each rank's result, in order.
 
     Raises:
-        RefusedError: the engine is data-parallel or spread over hosts, its workers were not given the extension, or it
-            obeys vLLM's own weight-transfer calls as well.
+        RefusedError: the engine is data-parallel or spread over hosts, its workers were not given the extension, it
+            obeys vLLM's own weight-transfer calls as well, or it has a KV connector that cannot be emptied.
 
     Attributes:
         names: vLLM's ranks, from 0: pipeline stage by stage, tensor-parallel ranks within each.
@@ -29,6 +29,7 @@ class RankCalls:
 
     def __init__(self, name: str, config: Any, rpc: Callable[[str, tuple[object, ...]], Iterable[Any]]) -> None:
         _check_config(name, config)
+        _check_connector(name, config.kv_transfer_config)
         self.names = tuple(map(str, range(config.parallel_config.world_size)))
         self._name = name
         self._rpc = rpc
@@ -82,4 +83,24 @@ def _check_config(name: str, config: Any) -> None:
         raise RefusedError(
             f"engine {name}: it was started with weight_transfer_config backend 'dcr', whose caller coordinates; a "
             "node agent beside it would be a second coordinator: leave weight_transfer_config out"
+        )
+
+
+def _check_connector(name: str, transfer: Any) -> None:
+    """KV blocks outside the engine must go with the weights that made them (DESIGN D12).
+
+    vLLM takes a connector that does not say how to empty it for one that is empty.
+    """
+    if transfer is None or transfer.kv_connector is None:
+        return
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415  slow to import
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1  # noqa: PLC0415  the same
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector  # noqa: PLC0415  the same
+
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    # One of several asks each of them, and takes their silence for an answer.
+    if connector.reset_cache is KVConnectorBase_V1.reset_cache or issubclass(connector, MultiConnector):
+        raise RefusedError(
+            f"engine {name}: its KV connector {transfer.kv_connector} keeps what older weights computed, for it has no "
+            "reset_cache of its own: leave kv_transfer_config out, or use one that has, such as OffloadingConnector"
         )
