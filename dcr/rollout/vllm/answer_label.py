@@ -119,10 +119,12 @@ def _is_event_stream(start: Message) -> bool:
 
 def _labelled(body: bytes, versions: list[int]) -> bytes:
     """Add the field to every whole JSON object among these events; anything else is left alone."""
-    field = b',"dcr_versions":' + json.dumps(versions).encode() + b"}"
+    field = b'"dcr_versions":' + json.dumps(versions).encode() + b"}"
 
     def labelled(event: bytes) -> bytes:
         is_object = event.endswith(b"}") and (event.startswith(b"data: {") or b"\ndata: {" in event)
-        return event[:-1] + field if is_object else event
+        if not is_object:
+            return event
+        return event[:-1] + (b"" if event.endswith(b"data: {}") else b",") + field
 
     return b"\n\n".join(map(labelled, body.split(b"\n\n")))
