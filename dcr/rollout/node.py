@@ -137,13 +137,19 @@ class RolloutNode:
         return self._reception.objects, self._reception.bytes
 
     def wait_serving(self, version: int, timeout_s: float, engine: str | None = None) -> int:
-        """Wait until this version or a later one is served, and return it; NodeError if that cannot be.
+        """Wait until this version or a later one is served, and return it.
 
         Args:
             version: which.
             timeout_s: how long to wait at most.
             engine: whose; all of the node if it is not given, and then the oldest version is returned.
+
+        Raises:
+            RefusedError: the node has no such engine.
+            NodeError: an engine was refused or failed, or the time ran out.
         """
+        if engine is not None and engine not in self._agents:
+            raise RefusedError(f"this node has no engine {engine!r}, only {', '.join(self._agents)}")
         deadline = time.monotonic() + timeout_s
         agents = self._agents.values() if engine is None else [self._agents[engine]]
         return min(agent.wait_serving(version, deadline - time.monotonic()) for agent in agents)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import manifest_key
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, encode_manifest, manifest_root
 from dcr.protocol.messages import (
     Acknowledged,
@@ -287,3 +288,8 @@ def test_a_request_that_will_not_leave_lets_no_other_in_while_the_record_is_out_
         away.rename(at.file)
         wait(lambda: at.engine.version == 0)  # nothing was written: it goes on as it was
     at.serves_old()
+
+
+def test_waiting_for_an_engine_that_is_not_there_is_refused_by_name(at: Led) -> None:
+    with pytest.raises(RefusedError, match="this node has no engine 'b', only a"):
+        at.node.wait_serving(0, WAIT_S, "b")
