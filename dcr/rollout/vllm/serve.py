@@ -1,7 +1,7 @@
 """``vllm serve`` with refits: vLLM's own OpenAI server over an engine that follows a commit record.
 
     python -m dcr.rollout.vllm.serve MODEL --dcr-name node-a
-        --dcr-control sqlite:///run/record.db --dcr-delivery file:///run/payloads
+        --dcr-control sqlite:///tmp/run/record.db --dcr-delivery file:///tmp/run/payloads
         [--dcr-on-close keep] [any option of vllm serve]
 
 The app, its routes and its engine are built by vLLM's own functions.  Three things differ: the engine client is behind
@@ -26,6 +26,10 @@ from dcr.runtime.settings import Settings
 
 _log = logging.getLogger("dcr.serve")
 
+_HELP = f"""{__doc__}
+This page names every option and explains none: --help=dcr explains those of dcr, --help=all all of them.
+"""
+
 
 def parse(arguments: Sequence[str] | None = None) -> Namespace:
     """The options of ``vllm serve`` and those of dcr, checked.
@@ -39,21 +43,50 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
     )
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415  the same
 
-    parser = make_arg_parser(FlexibleArgumentParser(prog="python -m dcr.rollout.vllm.serve", description=__doc__))
-    dcr = parser.add_argument_group("dcr")
-    dcr.add_argument("--dcr-name", required=True, help="name of the engine, unique among the record's engines")
-    dcr.add_argument("--dcr-control", required=True, help="address of the control plane")
-    dcr.add_argument("--dcr-delivery", required=True, help="address of the delivery store")
-    dcr.add_argument("--dcr-record", default="default", help="the commit record to obey")
+    parser = make_arg_parser(FlexibleArgumentParser(prog="python -m dcr.rollout.vllm.serve", description=_HELP))
+    dcr = parser.add_argument_group("dcr", "How the engine follows the commit record; the first three must be given.")
+    dcr.add_argument(
+        "--dcr-name", required=True, help="name of the engine, unique among the record's engines; must be given"
+    )
+    dcr.add_argument(
+        "--dcr-control",
+        required=True,
+        help="where the commit record is, the same for the trainer: sqlite:///tmp/run/record.db is the file "
+        "/tmp/run/record.db; must be given",
+    )
+    dcr.add_argument(
+        "--dcr-delivery",
+        required=True,
+        help="where payloads are, the same for the trainer: file:///tmp/run/payloads is the folder /tmp/run/payloads; "
+        "must be given",
+    )
+    dcr.add_argument("--dcr-record", default="default", help="the commit record to obey: the trainer's record_id")
     dcr.add_argument(
         "--dcr-on-close",
         default="wait",
         choices=("wait", "keep", "abort"),
-        help="what becomes of running requests when the gate closes",
+        help="what becomes of running requests when the gate closes: wait lets them finish, at most drain_timeout_s; "
+        "keep freezes them and goes on with the new weights; abort ends them at once, short",
     )
-    dcr.add_argument("--dcr-gate-wait-s", type=float, default=60.0, help="how long a request waits at the closed gate")
-    dcr.add_argument("--dcr-held-requests-max", type=int, default=256, help="how many requests wait there at once")
-    dcr.add_argument("--dcr-settings", default={}, type=json.loads, help="fields of dcr/runtime/settings.py, as JSON")
+    dcr.add_argument(
+        "--dcr-gate-wait-s",
+        type=float,
+        default=60.0,
+        help="how long a request waits at the closed gate, seconds; then it is answered by status 503",
+    )
+    dcr.add_argument(
+        "--dcr-held-requests-max",
+        type=int,
+        default=256,
+        help="how many requests wait there at once; one more is answered by status 503 at once",
+    )
+    dcr.add_argument(
+        "--dcr-settings",
+        default={},
+        type=json.loads,
+        help="bounds as a JSON object, such as '{\"drain_timeout_s\": 30}'; its fields are those of "
+        "dcr/runtime/settings.py",
+    )
     args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
