@@ -44,7 +44,9 @@ def parse(arguments: Sequence[str] | None = None) -> Namespace:
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415  the same
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="python -m dcr.rollout.vllm.serve", description=_HELP))
-    dcr = parser.add_argument_group("dcr", "How the engine follows the commit record; the first three must be given.")
+    dcr = parser.add_argument_group(
+        "dcr", "How the engine follows the commit record; --dcr-name, --dcr-control and --dcr-delivery must be given."
+    )
     dcr.add_argument(
         "--dcr-name", required=True, help="name of the engine, unique among the record's engines; must be given"
     )
