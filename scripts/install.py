@@ -42,7 +42,14 @@ def fail(message: str) -> None:
 
 def wanted() -> str:
     """What a finished installation is the result of; the stamp holds it."""
-    parts = [CONSTRAINTS.read_bytes(), Path(__file__).read_bytes(), sys.version.encode(), str(ROOT).encode()]
+    project = ROOT / "pyproject.toml"  # its entry points are part of what is installed
+    parts = [
+        CONSTRAINTS.read_bytes(),
+        project.read_bytes(),
+        Path(__file__).read_bytes(),
+        sys.version.encode(),
+        str(ROOT).encode(),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from itertools import groupby
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
@@ -36,6 +35,7 @@ from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.contents import EngineContents, ReadbackError, ReadbackReport
 from dcr.runtime.fetch import Answers, Fetch
+from dcr.runtime.node_events import Arrived, Asked, Connected
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.rank_messages import Attach, Contents, Learn, ReadBack, WireSpec
 from dcr.runtime.ranks import Engine, RankLostError, Ranks
@@ -52,23 +52,6 @@ _log = logging.getLogger("dcr.node")
 
 class NodeError(DcrError):
     """The engine cannot go on: the leader refused it, or its gate or rank failed."""
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    data: bytes
-
-
-@dataclass(frozen=True)
-class _Connected:
-    pass
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """Somebody wants to know what storage holds."""
-
-    answer: Future[ReadbackReport]
 
 
 class NodeAgent:
@@ -134,13 +117,13 @@ class NodeAgent:
         self._failed: str = ""
         self._warned = ""
         self._stop = threading.Event()
-        self._events: queue.Queue[_Arrived | _Connected | _Asked] = queue.Queue(settings.events_max)
+        self._events: queue.Queue[Arrived | Connected | Asked] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
             Peer("node", name, self.attached.incarnation),
-            lambda data: self._events.put(_Arrived(data), timeout=settings.connect_timeout_s),
+            lambda data: self._events.put(Arrived(data), timeout=settings.connect_timeout_s),
             resolve=lambda: leader_address(control, record_id),
-            on_connect=lambda: self._events.put(_Connected(), timeout=settings.connect_timeout_s),
+            on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
         self._thread.start()
@@ -194,7 +177,7 @@ class NodeAgent:
             RefusedError: it is not taken to hold any: an attempt is under way or has failed.
             NodeError: the engine is out already, or the time ran out.
         """
-        asked = _Asked(Future())
+        asked = Asked(Future())
         if self._failed or not self._thread.is_alive():
             raise NodeError(f"engine {self._name}: {self._failed or 'its node is closed'}")
         self._events.put(asked, timeout=timeout_s)
@@ -266,11 +249,11 @@ class NodeAgent:
             except DcrError as e:
                 _log.warning("engine %s, leaving: %s", self._name, e)
 
-    def _take(self, event: _Arrived | _Connected | _Asked) -> None:
-        if isinstance(event, _Connected):
+    def _take(self, event: Arrived | Connected | Asked) -> None:
+        if isinstance(event, Connected):
             self._send(self._join())
             return
-        if isinstance(event, _Asked):
+        if isinstance(event, Asked):
             self._answer(event.answer)
             return
         try:

@@ -184,6 +184,13 @@ def test_drain_time_out_names_engine_and_stage_and_requests_finish(engine, fresh
     assert [text[: support.TOKENS] for text in tokens(answers[0])] == fresh[0]["tokens"]
 
 
+@pytest.mark.parametrize("prompt", ["The for statement", b"bytes", {"prompt_token_ids": [1, 2]}, [1, "2"]])
+def test_a_prompt_that_is_no_sequence_of_token_ids_is_refused_before_vllm_sees_it(engine, prompt):
+    with pytest.raises(RefusedError, match=r"engine node-a/0: prompt 1 is \w+, not a sequence of token ids: tokenize"):
+        engine.generate([[5, 9], prompt], parameters(1))
+    assert engine.generate(PROMPTS, parameters(1)).version == 0
+
+
 def test_threads_generate_together_while_the_node_agent_calls(engine, fresh):
     answers = {}
 

@@ -1,6 +1,6 @@
 """One vLLM engine as the node agent sees it: its ranks, its gate, its caches, and requests that pass the gate."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dcr.protocol.errors import DcrError
+from dcr.protocol.errors import DcrError, RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
 from dcr.rollout.vllm.rank_calls import EngineCallError, RankCalls
@@ -126,7 +126,14 @@ class VllmEngine:
         Raises:
             GateTimeoutError: the gate stayed closed for ``gate_wait_s``.
             EngineCallError: the engine failed; the requests were aborted.
+            RefusedError: a prompt is no sequence of token ids, which would end vLLM's engine core; nothing was asked.
         """
+        for n, prompt in enumerate(prompts_token_ids):
+            if isinstance(prompt, (str, bytes, Mapping)) or not all(isinstance(token, int) for token in prompt):
+                raise RefusedError(
+                    f"engine {self.name}: prompt {n} is {type(prompt).__name__}, not a sequence of token ids: tokenize "
+                    "it first"
+                )
         prompts = [{"prompt_token_ids": list(ids)} for ids in prompts_token_ids]
         with self._gate.request() as version:
             ids = self._call("enqueue", lambda: self._enqueue(prompts, sampling_params))
