@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcr import PushError, RolloutNode, TrainerRefit
-from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.checkpoint import read_checkpoint
@@ -55,6 +54,19 @@ class Shard(nn.Module):
 
 
 LEARNED = partial(Placement, sharded=True)
+
+
+class Moody(Placement):
+    """Learned placement that fails where the shard's loader would: boxes do not call it."""
+
+    def __init__(self, shard, load_weights, specs):
+        super().__init__(shard, load_weights, specs, sharded=True)
+        self._shard = shard
+
+    def apply(self, items):
+        if self._shard.mood:
+            raise self._shard.mood.pop()
+        return super().apply(items)
 
 
 class Sharded:
@@ -167,7 +179,7 @@ def test_a_node_receives_once_for_all_ranks_of_all_its_engines(fleet_of, node_of
 
 def test_a_rank_that_fails_fails_its_engine_by_name_and_a_retry_repairs_it(fleet_of, node_of):
     fleet = fleet_of()
-    sharded, one = Sharded(fleet, "sharded", way=LoaderPath), single(fleet, "one")
+    sharded, one = Sharded(fleet, "sharded", way=Moody), single(fleet, "one")
     node = node_of(fleet, [sharded, one])
     node.wait_serving(0, WAIT_S)
     sharded.shards[1].mood.append(ValueError("out of luck"))
