@@ -128,7 +128,7 @@ class Conductor(Registrar):
                 operations=operations,
                 content_digest="" if tr is None else tr.content_digest or self._content_found,
                 direction=direction,
-                pushes=self.seats.pushes if tr is None or self.seats.ready else tr.pushes,
+                pushes=self._pushes_of(tr),
             ),
             tuple(e.member for e in engines),
         )
@@ -326,6 +326,12 @@ class Conductor(Registrar):
     def _named(self, version: int) -> str:
         """The name of what the owners offer, as a candidate for this version (DESIGN D10)."""
         return f"v{version}-{self.seats.candidate}"
+
+    def _pushes_of(self, tr: OpenTransition | None) -> tuple[int, ...]:
+        """The pushes that the next attempt is about; what is pushed while a rollback is under way comes after it."""
+        if tr is None or (self.seats.ready and tr.direction is Direction.FORWARD):
+            return self.seats.pushes
+        return tr.pushes
 
     @property
     def unaware(self) -> set[str]:

@@ -21,7 +21,7 @@ from dcr.runtime.rank_host import RankHost
 from dcr.runtime.rank_messages import Answer, encode
 from dcr.runtime.ranks import RankLostError
 from tests.faults.models import BF16, Policy, Served, stored_bits
-from tests.faults.thread_fleet import WAIT_S, Fleet
+from tests.faults.thread_fleet import WAIT_S
 
 ROWS = {"embed": 64, "q": 24, "k": 12, "gate": 40, "up": 40}
 
@@ -125,31 +125,6 @@ def served(fleet, version):
     model = Served()
     model.load_weights(fleet.states[version].items())
     return stored_bits(model)
-
-
-@pytest.fixture
-def fleet_of(tmp_path):
-    opened = []
-
-    def make(**settings):
-        opened.append(Fleet(tmp_path, settings))
-        return opened[0]
-
-    yield make
-    opened[0].close()
-
-
-@pytest.fixture
-def node_of():
-    nodes = []
-
-    def make(fleet, engines):
-        nodes.append(RolloutNode(engines, **fleet.addresses, observe=fleet.observe))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
 
 
 @pytest.mark.parametrize("gate_mode", ["sync", "async"])

@@ -10,32 +10,7 @@ from dcr.runtime.contents import ReadbackError
 from dcr.runtime.node_agent import NodeError
 from dcr.runtime.rank_messages import Learn, decode_request
 from tests.faults.test_node_ranks import ROWS, Sharded, fresh, single
-from tests.faults.thread_fleet import WAIT_S, Fleet
-
-
-@pytest.fixture
-def fleet_of(tmp_path):
-    opened = []
-
-    def make(**settings):
-        opened.append(Fleet(tmp_path, settings))
-        return opened[0]
-
-    yield make
-    opened[0].close()
-
-
-@pytest.fixture
-def node_of():
-    nodes = []
-
-    def make(fleet, engines):
-        nodes.append(RolloutNode(engines, **fleet.addresses, observe=fleet.observe))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
+from tests.faults.thread_fleet import WAIT_S
 
 
 def swap_halves(shard):

@@ -203,7 +203,7 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
         """The caller says that every rank has acknowledged: storage holds the target from here on.
 
         Raises:
-            RefusedError: this rank has acknowledged nothing in this session.
+            RefusedError: this rank has acknowledged nothing since ``start_weight_update``.
         """
         done = self._acknowledged
         if done is None:

@@ -1,6 +1,6 @@
 """Turning a transition back: how it ends, and that it always does (DESIGN D17)."""
 
-from leader import D0, D1, D2, TORN, Leader, attempting, committed, leading, stopped, token
+from leader import D0, D1, D2, TORN, V0, Leader, attempting, committed, leading, stopped, token
 
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.identity import Kind
@@ -164,3 +164,22 @@ def test_a_push_that_comes_after_a_rollback_hears_nothing_of_its_abandon() -> No
     at.do(at.c.member_lost("a", 1))
     assert at.reasons[-1] == "Abandon"
     assert not [o for o in at.take() if isinstance(o, Outcome)]
+
+
+def test_what_is_pushed_while_a_transition_is_turned_back_comes_after_it() -> None:
+    at = attempting("a", attempts_max=2)
+    for state in (V0, TORN):
+        at.prepared("a", state)
+        at.fails("a")
+    assert at.record.open.stopped
+    at.do(at.c.roll_back())
+    at.push(2)
+    at.fails("a")
+    assert (at.record.open.direction, at.record.open.attempts, at.record.open.pushes) == (Direction.BACK, 4, (1,))
+    at.take()
+    at.prepared("a", TORN)
+    at.seals(D0)
+    at.acknowledged("a")
+    assert at.record.committed.direction is Direction.BACK
+    assert [o for o in at.take() if isinstance(o, Outcome)] == []  # its push is not what was turned back
+    assert (at.record.open.candidate, at.record.open.pushes) == (token(1, 2), (2,))
