@@ -13,6 +13,7 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+_FAR = np.int64(1 << 62)
 SET, XOR, ADD = 0, 1, 2
 """As :attr:`dcr.data_plane.kernels.records.Records.numbers` has them, which may not be read from here."""
 
@@ -133,16 +134,18 @@ def _run(memory, keys, values, begin, end, action, source, depth, widened, dims)
         key = keys[np.uint64(j)] - source
         if key >= row_end:
             rest, target = key, np.int64(0)
-            inside = True
+            inside, until = True, reach + 1 if inner == 0 else _FAR
             for z in range(inner):
                 i = rest // dims[1, z]
                 inside &= i < dims[0, z]
                 rest -= i * dims[1, z]
                 target += i * dims[2, z]
+                # Of every dimension: an outer one may go on before an inner one's step is full (stride 6 over 4).
+                until = min(until, key - rest + dims[1, z])
             if not inside:
                 continue
             row, row_target = key - rest, target
-            row_end = row + (dims[1, inner - 1] if inner > 0 else reach + 1)
+            row_end = until
         x = key - row
         if x > reach:
             continue

@@ -105,6 +105,20 @@ def by_hand(memory, table, records):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_ends_where_an_outer_dimension_goes_on(backend, dtype):
+    """A step of 2 through a middle of 3: rows begin 0, 4, 6, 10, not every 4."""
+    shape, memory = (3, 3, 2), Memory(1 << 10, 3)
+    view = torch.arange(18).view(shape)[:, ::2]
+    box = Box.of(view.shape, view.stride(), [s * dtype.itemsize for s in (4, 2, 1)], 0, memory.start)
+    table = BoxTable.of([PlacedTensor(18, dtype.itemsize, (PlacedBox(box, widened=False),))])
+    words = loaders.raw(loaders.random_bits((18,), dtype, 5))
+    records = Records.of([0], [Item(TensorSpec("t", shape, dtype), Operation.SET, torch.arange(18), words)])
+    assert memory.kernels(backend).place(table, records).tolist() == [12]
+    assert memory.bytes[: 12 * dtype.itemsize].tolist() == words[view.reshape(-1)].view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=150)
 @given(buckets())
 def test_every_place_of_every_entry_is_written_and_nothing_else(backend, bucket):
