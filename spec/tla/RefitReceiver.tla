@@ -241,17 +241,26 @@ Acknowledge(e, r) ==
 -----------------------------------------------------------------------------
 (* Faults.                                                                  *)
 
-\* One rank is lost and with it the engine; it comes back as another incarnation, gate closed, with the checkpoint of
-\* version 0 or with nothing in storage.  What the dead incarnation sent may still arrive.  (D9, D15)
-\* @type: (Str) => Bool;
-EngineRestart(e) ==
+\* What an engine may find when it starts: a checkpoint of any version that was committed, or of the trainer's weights,
+\* which may become the next version or never be one.  (D2, D15)
+\* @type: Set($content);
+Checkpoints == { c.content : c \in commits } \union { weights }
+
+\* @type: (Str, $content, Set(Int)) => Bool;
+EngineRestartFrom(e, content, torn) ==
   /\ faults.engines > 0
   /\ faults' = [ faults EXCEPT !.engines = @ - 1 ]
   /\ node' = [ node EXCEPT ![e] =
        [ incarnation |-> @.incarnation + 1, gate |-> "closed", fence |-> 0, serving |-> NOVERSION, opening |-> NOEPOCH,
          version |-> 0 ] ]
-  /\ rank' = [ rank EXCEPT ![e] = [ r \in Ranks |->
-       [ CleanRank(NOVERSION) EXCEPT !.torn = IF Reload THEN {} ELSE { UNKNOWN } ] ] ]
-  /\ mem' = [ mem EXCEPT ![e] = [ r \in Ranks |-> [ p \in Cells |-> IF Reload THEN 0 ELSE GARBAGE ] ] ]
+  /\ rank' = [ rank EXCEPT ![e] = [ r \in Ranks |-> [ CleanRank(NOVERSION) EXCEPT !.torn = torn ] ] ]
+  /\ mem' = [ mem EXCEPT ![e] = [ r \in Ranks |-> content ] ]
   /\ UNCHANGED << recordVars, coord, orders, applies, push, ownerVars, failed, prepared, acks >>
+
+\* One rank is lost and with it the engine; it comes back as another incarnation, gate closed, with some checkpoint or
+\* with nothing in storage.  What the dead incarnation sent may still arrive.  (D9, D15)
+\* @type: (Str) => Bool;
+EngineRestart(e) ==
+  IF Reload THEN \E content \in Checkpoints : EngineRestartFrom(e, content, {})
+  ELSE EngineRestartFrom(e, [ p \in Cells |-> GARBAGE ], { UNKNOWN })
 =============================================================================

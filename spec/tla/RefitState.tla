@@ -68,7 +68,7 @@ CONSTANTS
   \* The leader opens attempts on reports that may be old: any engine, clean or not.
   \* @type: Bool;
   StaleReports,
-  \* A restarted engine loads version 0's checkpoint; otherwise it holds nothing.
+  \* A restarted engine loads a checkpoint, of whatever version; otherwise it holds nothing.
   \* @type: Bool;
   Reload,
   \* Bounds.

@@ -78,7 +78,9 @@ class Player:
                 self._owner_restart(event.owner, chosen)
             case "EngineRestart":
                 incarnation = self.world.node[event.engine].incarnation + 1
-                self.world.start_engine(event.engine, incarnation, loaded=self.world.setting.reload)
+                ranks = chosen["mem"][event.engine]
+                content = dict(ranks[self.world.ranks[0]]) if self.world.setting.reload else None
+                self.world.start_engine(event.engine, incarnation, content)
             case "FoldCell":
                 self._fold_cell(event.owner, chosen)
             case "LateWrite":

@@ -171,7 +171,7 @@ class World:
         self.gate_epoch: dict[str, int] = {}
         self.prepared_state: dict[tuple[int, str, int], StorageState] = {}
         for e in self.engines:
-            self.start_engine(e, 1, loaded=True)
+            self.start_engine(e, 1, self.baseline)
             states = self.learn(e)
             self.node[e].learned(self.record, states)
             self.node[e].gate_ready(0)
@@ -192,14 +192,14 @@ class World:
             c.record, c.revision, c.phase = self.record, self.revision, Phase.IDLE
         return c
 
-    def start_engine(self, engine: str, incarnation: int, *, loaded: bool) -> None:
-        """An engine's process starts: gate closed, storage as the first version's checkpoint or as nothing at all."""
+    def start_engine(self, engine: str, incarnation: int, checkpoint: Content | None) -> None:
+        """An engine's process starts: gate closed, storage as a checkpoint has it or as nothing at all."""
         self.node[engine] = Node(engine, incarnation, RECORD, tuple(self.ranks))
-        value = 0 if loaded else GARBAGE
-        content = dict.fromkeys(self.cells, value)
+        content = checkpoint or dict.fromkeys(self.cells, GARBAGE)
+        held = digest(content, self.cells) if checkpoint else ""
         for r in self.ranks:
             self.storage[engine, r] = dict(content)
-            self.receiver[engine, r] = Receiver(engine, RECORD, digest(content, self.cells) if loaded else "")
+            self.receiver[engine, r] = Receiver(engine, RECORD, held)
             self.writing.pop((engine, r), None)
             self.handed.pop((engine, r), None)
             self.synchronising.pop((engine, r), None)
