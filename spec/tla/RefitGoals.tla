@@ -25,6 +25,12 @@ NeverPublishedByAnother == [][~(coord["c1"].phase = "folding" /\ Publish("c2"))]
 \* An evicted engine came back by restore and serves the version that was committed without it.
 NeverBackFromEviction == ~(AllServe(1) /\ \E e \in Engines : K.committed.members[e] = 0)
 
+\* A restarted engine loaded the checkpoint of a later version, joined by its digest and serves it: nothing was written.
+NeverLoaded ==
+  ~(\E e \in Engines :
+      /\ node[e].incarnation = 2 /\ node[e].gate = "open" /\ node[e].serving = 1
+      /\ \A r \in Ranks : rank[e][r].acknowledged = 0 /\ rank[e][r].seen = {})
+
 \* A transition was turned back and every engine serves the old version again.
 NeverTurnedBack == ~(AllServe(0) /\ K.committed.direction = "back" /\ push.over)
 

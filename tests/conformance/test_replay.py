@@ -119,12 +119,30 @@ def follows_every_step(name, folder):
     graph = _graph_of(name, folder)
     done = replay_graph(graph)
     assert done.steps.total() == graph.edges
+    return graph
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.timeout(600)
 def test_the_code_follows_every_step_of_a_whole_graph(name, tmp_path):
-    follows_every_step(name, tmp_path)
+    graph = follows_every_step(name, tmp_path)
+    if name == "traces_join":
+        assert {what for edge in _edges(graph) for what in _loaded(*edge)} == {"named", "older", "candidate"}
+
+
+def _edges(graph):
+    return ((graph.states[a], graph.states[b]) for a, found in graph.successors.items() for b in found)
+
+
+def _loaded(before, after):
+    """Which checkpoint a restarted engine found after the first commit."""
+    if after["step"]["name"] != "EngineRestart" or before["K"]["version"] == 0:
+        return
+    content = after["mem"][after["step"]["engine"]]["r1"]
+    if content == before["K"]["baseline"]:
+        yield "named"
+    else:
+        yield "candidate" if content == before["weights"] else "older"
 
 
 @pytest.mark.long
