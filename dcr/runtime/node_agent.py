@@ -444,7 +444,7 @@ class NodeAgent:
             _log.warning("%s", text)
 
     def _order(self, order: PrepareRank | OpenApply) -> None:
-        self._settle(self._ranks.call(order))
+        self._settle(self._ranks.call(order), order.order.epoch if isinstance(order, PrepareRank) else order.epoch)
 
     def _fetch_step(self) -> bool:
         fetch = self._fetch
@@ -456,11 +456,13 @@ class NodeAgent:
             self._fetch = None
         return bool(answers)
 
-    def _settle(self, answers: Answers) -> None:
+    def _settle(self, answers: Answers, ordered: int | None = None) -> None:
         """Tell the role what each rank answered; one may refuse, or fail, while the others go on."""
         for rank, answer in answers.items():
             if answer.refused:
                 _log.warning("engine %s, rank %s: %s", self._name, rank, answer.refused)
+                if ordered is not None:  # an order that is refused will not be carried out: nobody need wait for it
+                    self._do(self._role.rank_failed(rank, RankFailed(ordered, answer.refused)))
             for result in answer.results:
                 match result:
                     case RankPrepared():
@@ -471,8 +473,6 @@ class NodeAgent:
                         self._do(self._role.rank_acknowledged(rank, result))
                     case RankFailed():
                         self._do(self._role.rank_failed(rank, result))
-                    case _:
-                        pass
 
     # ------------------------------------------------------------ the leader
 

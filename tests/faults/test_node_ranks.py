@@ -12,13 +12,15 @@ from torch import nn
 from dcr import PushError, RolloutNode, TrainerRefit
 from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.messages import OpenApply
+from dcr.protocol.receiver import PrepareRank
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
 from dcr.rollout.tied import tied_names
 from dcr.rollout.torch.engine import TorchEngine
 from dcr.runtime.node_agent import NodeError
 from dcr.runtime.rank_host import RankHost
-from dcr.runtime.rank_messages import Answer, encode
+from dcr.runtime.rank_messages import Answer, decode_request, encode
 from dcr.runtime.ranks import RankLostError
 from tests.faults.models import BF16, Policy, Served, stored_bits
 from tests.faults.thread_fleet import WAIT_S
@@ -165,6 +167,33 @@ def test_a_rank_that_fails_fails_its_engine_by_name_and_a_retry_repairs_it(fleet
     node.wait_serving(1, WAIT_S)
     assert sharded.bits() == fresh(fleet, 1)
     assert stored_bits(one.model) == served(fleet, 1)
+
+
+@pytest.mark.parametrize("kind", [PrepareRank, OpenApply])
+def test_a_rank_that_refuses_an_order_fails_the_attempt_at_once(fleet_of, node_of, kind):
+    """The leader would else wait until ``prepare_timeout_s`` or ``ack_timeout_s`` is over."""
+    fleet = fleet_of(prepare_timeout_s=4 * WAIT_S, ack_timeout_s=4 * WAIT_S, push_timeout_s=9 * WAIT_S)
+    sharded = Sharded(fleet, "sharded")
+    node = node_of(fleet, [sharded])
+    node.wait_serving(0, WAIT_S)
+    whole, refused = sharded.call_ranks, []
+
+    def call(request):
+        first, second = whole(request)
+        if isinstance(decode_request(request), kind) and not refused:
+            refused.append(kind)
+            second = encode(Answer((), sharded._hosts[1]._state, refused="RefusedError: not in the mood"))
+        return [first, second]
+
+    sharded.call_ranks = call
+    fleet.step()
+    started = time.monotonic()
+    report = fleet.push()
+    assert time.monotonic() - started < 3 * WAIT_S
+    assert refused
+    assert any("rank 1: RefusedError: not in the mood" in f for f in report.failures)
+    assert node.wait_serving(1, WAIT_S) == 1
+    assert sharded.bits() == fresh(fleet, 1)
 
 
 def lose(engine, how):
