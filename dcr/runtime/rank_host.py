@@ -12,6 +12,7 @@ from dcr.data_plane.item import Item, TensorSpec
 from dcr.data_plane.payload import decode_payload, payload_digest
 from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.data_plane.placement.storage import Storage
+from dcr.data_plane.touched import TouchedElements
 from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
 from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, decode_manifest
 from dcr.protocol.messages import OpenApply, StorageState
@@ -23,6 +24,8 @@ from dcr.protocol.receiver import (
     Effect,
     Hold,
     PrepareRank,
+    RankAcknowledged,
+    RankFailed,
     Receiver,
     Synchronise,
 )
@@ -97,6 +100,8 @@ class RankHost:
         self._orphans: frozenset[str] = frozenset()
         self._held: dict[PayloadIdentity, bytes | memoryview] = {}
         self._held_bytes = 0
+        self._touched: dict[int, TouchedElements] = {}  # of the epoch that payloads come for
+        self._noted: set[PayloadIdentity] = set()
         self._seconds: dict[str, float] = {}
         self._seconds_epoch = -1
 
@@ -252,24 +257,49 @@ class RankHost:
                     self._observe(effect)
                 case Hold():
                     assert payload is not None
-                    failed = self._hold(self._receiver, *payload)
+                    failed = self._hold(self._receiver, *payload, items)
                     if failed:  # without these bytes nothing that follows from holding them is true
                         return results + self._carry_out(failed)
                 case ApplyStaged():
                     results += self._apply_staged(self._receiver)
                 case DropStage():
-                    self._held, self._held_bytes = {}, 0
+                    self._held, self._held_bytes, self._touched = {}, 0, {}
                 case BeginWrite():
                     results += self._carry_out(self._write(self._receiver, self._storage, effect.identity, items))
                 case Synchronise():
                     results += self._carry_out(self._synchronise(self._receiver, self._storage, effect.epoch))
                 case _:
+                    if isinstance(effect, (RankAcknowledged, RankFailed)):  # nothing more is written in this epoch
+                        self._touched.pop(effect.epoch, None)
                     results.append(effect)
         return results
 
-    def _hold(self, receiver: Receiver, identity: PayloadIdentity, data: bytes | memoryview) -> list[Effect]:
+    def _overlap(self, identity: PayloadIdentity, items: Sequence[Item]) -> str:
+        """Why a payload must not be applied beside the others of its epoch; empty if it may (DESIGN D7).
+
+        Notes its elements, once however often it comes: it is held before it is written.
+        """
+        if identity.epoch not in self._touched:
+            self._touched, self._noted = {identity.epoch: TouchedElements()}, set()
+        if identity in self._noted:
+            return ""
+        self._noted.add(identity)
+        twice = self._touched[identity.epoch].add(items)
+        if not twice:
+            return ""
+        return (
+            f"payload {identity.owner}/{identity.sequence} of epoch {identity.epoch} changes elements of {twice} that "
+            "another payload of the epoch changes too, and nothing says which comes last; none of it was written: "
+            "owners must not overlap"
+        )
+
+    def _hold(
+        self, receiver: Receiver, identity: PayloadIdentity, data: bytes | memoryview, items: Sequence[Item]
+    ) -> list[Effect]:
         """Keep a payload's bytes; beyond the bound the epoch fails, and what is held is let go (DESIGN D18)."""
         assert self._attach is not None
+        if overlap := self._overlap(identity, items):
+            return receiver.undeliverable(identity.epoch, overlap)
         held, bound = self._held_bytes + len(data), self._attach.stage_bytes_max
         if held > bound:
             reason = (
@@ -297,6 +327,8 @@ class RankHost:
     def _write(
         self, receiver: Receiver, storage: Storage, identity: PayloadIdentity, items: Sequence[Item]
     ) -> list[Effect]:
+        if overlap := self._overlap(identity, items):
+            return receiver.write_failed(identity, overlap)
         started = time.perf_counter()
         try:
             storage.apply(items)

@@ -93,6 +93,18 @@ def ranges(pairs, entries, indices, low, high):
         pairs[2, pair], pairs[3, pair] = start, max(end - start, 0)
 
 
+@_compiled
+def mark(bitmap, keys):
+    """Set the bit of every key; whether all of them were clear.  A key that was set ends it."""
+    for j in range(keys.size):
+        key = np.uint64(keys[j])
+        word, bit = key >> np.uint64(6), np.uint64(1) << (key & np.uint64(63))
+        if bitmap[word] & bit:
+            return False
+        bitmap[word] |= bit
+    return True
+
+
 @_inlined
 def _store(memory, at, value, action):
     if action == SET:

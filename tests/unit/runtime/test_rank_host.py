@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from rank import EMBED, LOADED, OWNERS, Rank, acknowledged, failed
+from rank import EMBED, LOADED, OWNERS, Q, Rank, acknowledged, failed
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.placement.loader_path import LoaderPath
@@ -187,6 +187,39 @@ def test_what_fails_the_attempt_is_named_before_a_byte_is_written(what):
     assert not acknowledged(answers)  # the epoch has failed, whatever comes
     assert answers[-1].state.clean
     assert rank.bits == before
+
+
+OVERLAPS = {
+    "two owners": (1, 0, "payload rank-1/0"),
+    "one owner twice": (0, 1, "payload rank-0/1"),
+}
+
+
+@pytest.mark.parametrize("kind", [Kind.RELATIVE, Kind.ABSOLUTE])
+@pytest.mark.parametrize("stage", [False, True])
+@pytest.mark.parametrize("which", OVERLAPS)
+def test_an_element_in_two_payloads_of_an_epoch_is_refused_by_name_before_it_is_written_twice(which, stage, kind):
+    owner, sequence, named = OVERLAPS[which]
+    rank = Rank(kind=kind)
+    rank.prepare(stage=stage)
+    if not stage:
+        rank.call(OpenApply("r", 1))
+    first = rank.payload(OWNERS[0], 0, [rank.item(EMBED, 5, 60, kind)])
+    # The last element of the first payload again, beside others that nobody has named.
+    again = rank.payload(OWNERS[owner], sequence, [rank.item(Q, 5, 90, kind), rank.item(EMBED, 59, 90, kind)])
+    assert not failed([rank.call(first), rank.call(first)])  # the same payload again is no other payload
+    held = rank.bits
+    (reason,) = failed([rank.call(again)])
+    assert f"{named} of epoch 1 changes elements of embed that another payload of the epoch changes too" in reason
+    assert rank.bits == held
+    if stage:
+        assert decode_answer(rank.host.call(encode(Undeliverable(1, "")))).state.clean
+        assert "has failed here" in rank.call(OpenApply("r", 1)).refused
+    # An epoch later the same elements are named anew, and once.
+    rank.open(2, Kind.ABSOLUTE)
+    rank.requests = rank.emission(2, Kind.ABSOLUTE)
+    assert acknowledged([rank.call(r) for r in rank.requests])
+    assert rank.bits == dense(rank.new)
 
 
 @pytest.mark.parametrize(
