@@ -91,6 +91,7 @@ class RolloutNode:
             self._reception = Reception(
                 store, memory, names, bounds, payload_bytes_max=DEFAULT_LIMITS.payload_bytes_max
             )
+            opened.callback(self._reception.close)
             for engine in all_engines:
                 tensors, digest, checkpoint = known[engine.name]
                 agent = NodeAgent(

@@ -27,7 +27,8 @@ class Fetch:
         order: the attempt.
         inbox: where payloads and manifests come from.
         call: hands a request to every rank of the engine.
-        timeout_s: how long a payload that its owner's manifest lists may stay out of sight.
+        timeout_s: how long the next payload that an owner's manifest lists may stay out of sight; counted for each
+            owner by itself, from when its last one came.
     """
 
     def __init__(
@@ -43,7 +44,6 @@ class Fetch:
         self._call = call
         self._timeout_s = timeout_s
         self._owners = [_Source(o) for o in order.owners]
-        self._missing_since: float | None = None
 
     @property
     def done(self) -> bool:
@@ -68,14 +68,17 @@ class Fetch:
         identity = PayloadIdentity(o.record_id, o.target, o.epoch, ref.owner, ref.incarnation, source.next)
         data = self._inbox.payload(identity)
         if data is not None:
-            self._missing_since = None
+            source.waits_since = None
             return self._payload(source, Payload(identity, data))
         if source.total is not None:
             now = time.monotonic()
-            self._missing_since = self._missing_since or now
-            if now - self._missing_since > self._timeout_s:
+            source.waits_since = source.waits_since or now
+            if now - source.waits_since > self._timeout_s:
                 source.failed = True
-                reason = f"payload {source.next} of {ref.owner} is listed but did not come in {self._timeout_s} s"
+                reason = (
+                    f"payload {source.next} of the {source.total} that {ref.owner} lists did not come in "
+                    f"{self._timeout_s} s"
+                )
                 return [self._call(Undeliverable(o.epoch, reason))]
             return []
         manifest = self._inbox.manifest(o, ref)
@@ -126,6 +129,8 @@ class _Source:
         self.total: int | None = None
         self.tries = 0
         self.failed = False
+        self.waits_since: float | None = None
+        """When it was seen first that the next payload, which is listed, is not there yet."""
 
     @property
     def done(self) -> bool:

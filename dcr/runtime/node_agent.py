@@ -35,6 +35,7 @@ from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.contents import EngineContents, ReadbackError, ReadbackReport
 from dcr.runtime.fetch import Answers, Fetch
+from dcr.runtime.gate_keeper import GateKeeper
 from dcr.runtime.node_events import Arrived, Asked, Connected
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.rank_messages import Attach, Contents, Learn, ReadBack, WireSpec
@@ -100,8 +101,16 @@ class NodeAgent:
         self._inbox = inbox
         self._settings = settings
         self._observe = guarded(observe)
+        self._changed = threading.Condition()
+        self._gate = GateKeeper(
+            engine,
+            name,
+            drain_timeout_s=settings.drain_timeout_s,
+            lease_s=settings.serve_lease_s,
+            changed=self._tell,
+        )
         # The role starts with a closed gate; an agent before this one may have left it open.
-        engine.close_gate(settings.drain_timeout_s)
+        self._gate.close()
         tensors = tuple(WireSpec.of(s) for s in specs)
         self._ranks = Ranks(engine, name)
         self.attached = self._ranks.attach(Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max))
@@ -110,10 +119,7 @@ class NodeAgent:
         if checkpoint is not None and self._as_loaded(loaded_digest):
             self._read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
-        self._read_at = time.monotonic()
-        self._withheld = False  # the gate did not drain, and lets nobody in until the record is read again
         self._fetch: Fetch | None = None
-        self._changed = threading.Condition()
         self._failed: str = ""
         self._warned = ""
         self._stop = threading.Event()
@@ -126,6 +132,7 @@ class NodeAgent:
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
+        self._gate.start()
         self._thread.start()
 
     # ------------------------------------------------------------ for users
@@ -133,7 +140,7 @@ class NodeAgent:
     @property
     def serving(self) -> int | None:
         """The version being served; None while the gate is closed."""
-        return None if self._withheld else self._role.serving
+        return None if self._gate.withheld else self._role.serving
 
     @property
     def failure(self) -> str:
@@ -203,8 +210,8 @@ class NodeAgent:
     def close(self) -> None:
         """End the agent's thread and connection; the engine's gate stays as it is."""
         self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
+        self._gate.stop()
+        self._tell()
         self._spoke.close()
         self._thread.join(self._settings.drain_timeout_s)
 
@@ -242,8 +249,7 @@ class NodeAgent:
         self._fetch = None
         self._inbox.leave()
         # The connection first: the leader goes on without this engine while its gate drains.
-        closing = (self._spoke.close, lambda: self._engine.close_gate(self._settings.drain_timeout_s))
-        for close in closing:
+        for close in (self._spoke.close, self._gate.close):
             try:
                 close()
             except DcrError as e:
@@ -270,8 +276,7 @@ class NodeAgent:
                 # Every rank is given the same order: one call carries it to all of them.
                 assert tuple(e.rank for e in same if isinstance(e, role.ToRank)) == self._ranks.names
                 self._order(order)
-        with self._changed:
-            self._changed.notify_all()
+        self._tell()
 
     def _carry_out(self, effect: role.Effect) -> None:  # noqa: C901, PLR0912 - one branch an effect
         match effect:
@@ -282,7 +287,7 @@ class NodeAgent:
             case role.OpenGate():
                 self._open_gate(effect.epoch)
             case role.LetIn():
-                self._engine.open_gate(effect.version)
+                self._gate.open(effect.version)
             case role.ReadRecord():
                 self._read_record()
             case role.StartFetch():
@@ -318,17 +323,11 @@ class NodeAgent:
     # ------------------------------------------------------------ effects
 
     def _close_gate(self, epoch: int) -> None:
-        serving = self._role.serving
         try:
-            self._engine.close_gate(self._settings.drain_timeout_s)
+            self._gate.close(self._role.serving)
         except DcrError as e:
-            if self._stale:
-                self._withheld = True  # those inside go on, but what may be stale serves nobody new
-            elif serving is not None:
-                self._engine.open_gate(serving)  # nothing was written: it goes on as it was
             self._do(self._role.gate_stuck(str(e)))
             return
-        self._withheld = False
         self._do(self._role.gate_closed(epoch))
 
     def _open_gate(self, epoch: int) -> None:
@@ -381,6 +380,7 @@ class NodeAgent:
             raise
 
     def _read_record(self) -> None:
+        asked_at = time.monotonic()  # it may be no newer than this when it comes
         try:
             stored = self._control.read(self._record_id)
         except ControlPlaneUnavailableError as e:
@@ -388,7 +388,7 @@ class NodeAgent:
             return
         if stored is None:
             return
-        self._read_at = time.monotonic()
+        self._gate.renew(asked_at)
         record = decode_record(stored.body)
         if self._fetch is not None and self._fetch.order.epoch < record.epoch:
             self._fetch = None  # that attempt can be committed no more
@@ -404,27 +404,14 @@ class NodeAgent:
         for rank in answers.keys() - states.keys():  # it has started anew, or obeys another record
             raise RankLostError(f"rank {rank} would not learn the record: {answers[rank].refused}")
         self._do(self._role.learned(record, states))
-        if self._withheld:
-            self._let_in_again()
-
-    def _let_in_again(self) -> None:
-        """Of a gate that did not drain nothing was written: it goes on as it was, unless it was closed meanwhile."""
         serving = self._role.serving
-        if serving is not None:
-            self._engine.open_gate(serving)
-        with self._changed:
-            self._withheld = False
-            self._changed.notify_all()
-
-    @property
-    def _stale(self) -> bool:
-        """Whether the record has not been read for so long that what is served may be stale (DESIGN D16)."""
-        return time.monotonic() - self._read_at > self._settings.serve_lease_s
+        if self._gate.withheld and serving is not None:
+            self._gate.open(serving)  # nothing was written since it was open, and it was not closed meanwhile
 
     def _check_lease(self) -> None:
         """Serve nothing that may be stale: the record has not been read for too long (DESIGN D16)."""
         lease = self._settings.serve_lease_s
-        if self._stale:
+        if self._gate.stale:
             effects = self._role.record_lost()
             if effects:
                 _log.warning("engine %s closes its gate: the record was not read for %s s", self._name, lease)
@@ -436,6 +423,11 @@ class NodeAgent:
             self._spoke.follow()
         except ControlPlaneUnavailableError as e:
             self._warn(f"engine {self._name} could not look up the leader: {e}")
+
+    def _tell(self) -> None:
+        """Somebody may wait for what has changed."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _warn(self, text: str) -> None:
         """Log once what goes on being true."""

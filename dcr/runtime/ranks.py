@@ -20,7 +20,11 @@ from dcr.runtime.rank_messages import (
 
 
 class Engine(Protocol):
-    """What a serving runtime's adapter gives the node agent.  Calls come from the agent's thread alone."""
+    """What a serving runtime's adapter gives the node agent.
+
+    Calls come from the agent's thread.  ``close_gate`` may also come from another one, while a call to the ranks is
+    under way: a gate must close though a rank hangs.  Calls to the gate come one at a time.
+    """
 
     @property
     def ranks(self) -> tuple[str, ...]:

@@ -14,8 +14,13 @@ from dcr.protocol.record import OwnerRef
 from dcr.runtime.rank_messages import Shared
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory, SharedMemoryError
+from dcr.runtime.store_readers import StoreReaders
 
 MANIFEST_BYTES_MAX = 64 << 20
+READERS_MAX = 8
+"""Objects that are read from the store at once; each may be in host memory once more while it is."""
+_AT_ONCE_S = 0.05
+"""How long a reader is waited for where it began: most objects are there by then, and nobody's orders are late."""
 
 
 @dataclass
@@ -41,6 +46,20 @@ class _Miss:
     at_s: float
 
 
+@dataclass
+class _Read:
+    """An object that a reader is to fetch from the store."""
+
+    engine: str
+    epoch: int
+    shared: bool
+    began_s: float
+    there: bool = False
+    """The store has answered."""
+    over: bool = False
+    error: Exception | None = None
+
+
 class Reception:
     """Objects received and not yet taken by every engine of the host.
 
@@ -49,7 +68,7 @@ class Reception:
     bound is reached, the oldest objects that no rank is reading go first: an engine that is behind reads them from the
     store again, so that it never holds up the others.
 
-    Usable from several threads.
+    Usable from several threads, none of which waits for the store or for room: readers of its own do.
 
     Args:
         delivery: the store.
@@ -80,7 +99,8 @@ class Reception:
         self._changed = threading.Condition()
         self._held: dict[str, _Object] = {}
         self._held_bytes = 0
-        self._asking: set[str] = set()
+        self._reads: dict[str, _Read] = {}
+        self._readers = StoreReaders(READERS_MAX)
         self._missed: dict[str, _Miss] = {}
         self.objects = 0
         self.bytes = 0
@@ -99,47 +119,84 @@ class Reception:
             shared: whether to put it into shared memory.
 
         Returns:
-            None if the object is not in sight, or another engine is reading it from the store at this moment.
+            None if the object is not in sight, or is being read from the store at this moment.
 
         Raises:
-            DeliveryError: the store could not be used, or there was no room within ``delivery_timeout_s``.
+            DeliveryError: the store could not be used, or has not answered for ``delivery_timeout_s``, or there was no
+                room for so long.
             RefusedError: the object is larger than the bounds allow.
         """
         with self._changed:
-            held = self._held.get(key)
-            if held is not None:
-                held.readers.add(engine)
-                return held.data
-            if key in self._asking or self._just_missed(engine, key):
+            read = self._reads.get(key)
+            if read is None:
+                if (held := self._hold(engine, key)) is not None or self._just_missed(engine, key):
+                    return held
+                read = self._reads[key] = _Read(engine, epoch, shared, time.monotonic())
+                self._readers.submit(lambda: self._read(key, read))
+                self._changed.wait_for(lambda: read.over, _AT_ONCE_S)
+            if not read.over:
+                waited = time.monotonic() - read.began_s
+                if waited > self._settings.delivery_timeout_s and not read.there:
+                    raise DeliveryError(f"object {key}: the store has not answered for {waited:.1f} s")
                 return None
-            self._asking.add(key)
+            if read.error is not None:
+                del self._reads[key]
+                raise read.error
+            return self._hold(engine, key)
+
+    def close(self) -> None:
+        """Begin to read nothing more; what is held goes with the memory that it lies in."""
+        self._readers.close()
+
+    def _hold(self, engine: str, key: str) -> Shared | bytes | None:
+        held = self._held.get(key)
+        if held is None:
+            return None
+        held.readers.add(engine)
+        return held.data
+
+    def _read(self, key: str, read: _Read) -> None:
+        """In a reader's thread: get an object for the engine that asked, if it still wants it by then."""
         try:
-            data = self._delivery.get(key, self._payload_bytes_max if shared else MANIFEST_BYTES_MAX)
+            if not self._wanted(read):
+                return
+            data = self._delivery.get(key, self._payload_bytes_max if read.shared else MANIFEST_BYTES_MAX)
+            read.there = True
             if data is not None:
-                return self._keep(engine, key, epoch, data, shared=shared)
+                self._keep(key, read, data)
+                return
             with self._changed:
-                self._missed[key] = _Miss(engine, epoch, time.monotonic())
-                return None
+                self._missed[key] = _Miss(read.engine, read.epoch, time.monotonic())
+        except Exception as e:  # noqa: BLE001 - raised where the object was asked for
+            read.error = e
         finally:
             with self._changed:
-                self._asking.discard(key)
+                read.over = True
+                if read.error is None or not self._wanted(read):
+                    self._reads.pop(key, None)
+                self._changed.notify_all()
 
-    def _keep(self, engine: str, key: str, epoch: int, data: bytes, *, shared: bool) -> Shared | bytes:
-        size = len(data) if shared else 0
+    def _wanted(self, read: _Read) -> bool:
+        passed = self._passed.get(read.engine)
+        return passed is not None and read.epoch > passed
+
+    def _keep(self, key: str, read: _Read, data: bytes) -> None:
+        size = len(data) if read.shared else 0
         with self._changed:
             self._missed.pop(key, None)
             self.objects += 1
             self.bytes += len(data)
             self._reserve(key, size)
         try:
-            kept: Shared | bytes = self._write(data) if shared and data else data
+            kept: Shared | bytes = self._write(data) if read.shared and data else data
         except SharedMemoryError as e:
             with self._changed:
                 self._held_bytes -= size
             raise DeliveryError(str(e)) from e
         with self._changed:
-            self._held[key] = _Object(epoch, kept, size, readers={engine})
-        return kept
+            # Held for the engine that asked until it comes for it, or will not come any more.
+            self._held[key] = _Object(read.epoch, kept, size, readers={read.engine} if self._wanted(read) else set())
+            self._let_go()
 
     def _write(self, data: bytes) -> Shared:
         """Put bytes into shared memory, of which a host may have less than the bound allows: then too the oldest go."""
@@ -173,6 +230,9 @@ class Reception:
         with self._changed:
             if engine in self._passed:
                 self._passed[engine] = max(self._passed[engine], epoch)
+            for held in self._held.values():
+                if held.epoch <= epoch:
+                    held.readers.discard(engine)
             self._let_go()
 
     def leave(self, engine: str) -> None:
@@ -215,6 +275,7 @@ class Reception:
             if over and not held.readers:
                 self._drop(key)
         self._missed = {k: m for k, m in self._missed.items() if passed is not None and m.epoch > passed}
+        self._reads = {k: r for k, r in self._reads.items() if not r.over or self._wanted(r)}
         self._changed.notify_all()
 
     def _drop(self, key: str) -> None:

@@ -83,7 +83,7 @@ FAULTS = {
     "a payload cut short": (on_payload(1, cut), "cut short or extended"),
     "a payload extended": (on_payload(1, extend), "cut short or extended"),
     "an empty payload": (on_payload(1, empty), "the preamble alone has"),
-    "a listed payload lost": (lose_payload, "payload 1 of rank-0 is listed but did not come in 0.5 s"),
+    "a listed payload lost": (lose_payload, "that rank-0 lists did not come in 0.5 s"),
     "payloads under each other's key": (swap_payloads, "bytes fetched for .*sequence=0.* are payload .*sequence=1"),
     "a payload of an earlier epoch": (earlier_epoch, "bytes fetched for .*epoch=2.* are payload .*epoch=1"),
     "a huge payload": (huge, "536870912 bytes, more than the 268435456 allowed"),

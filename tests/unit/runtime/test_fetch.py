@@ -1,5 +1,10 @@
 """Fetching an attempt out of a real folder; the rank is a list of what it was given, and of what it says."""
 
+import re
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 
 from dcr.delivery.folder import FolderDelivery
@@ -7,6 +12,8 @@ from dcr.delivery.interface import manifest_key, payload_key
 from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, SealedPayload, encode_manifest
 from dcr.protocol.messages import Prepare, StorageState
 from dcr.protocol.record import OwnerRef
+from dcr.runtime import fetch as fetch_module
+from dcr.runtime import reception
 from dcr.runtime.fetch import Fetch
 from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliverable
 from dcr.runtime.reception import Reception
@@ -48,12 +55,13 @@ class Rank:
 
 
 class Setting:
-    def __init__(self, folder, timeout_s=0.05):
-        self.store = FolderDelivery(folder / "p")
+    def __init__(self, folder, timeout_s=0.05, store=None):
+        self.store = store or FolderDelivery(folder / "p")
         self.rank = Rank()
         self.memory = SharedMemory("r", 1, folder)
-        reception = Reception(self.store, self.memory, ["a"], Settings(), payload_bytes_max=1000)
-        self.fetch = Fetch(ORDER, reception.inbox("a"), self.rank, timeout_s=timeout_s)
+        bounds = Settings(delivery_timeout_s=timeout_s)
+        self.reception = Reception(self.store, self.memory, ["a"], bounds, payload_bytes_max=1000)
+        self.fetch = Fetch(ORDER, self.reception.inbox("a"), self.rank, timeout_s=timeout_s)
 
     def put(self, owner, sequence, data=b"x"):
         self.store.put(payload_key(identity(owner, sequence)), data)
@@ -72,6 +80,12 @@ class Setting:
     @property
     def failures(self):
         return [why for what, why in self.rank.got if what == "undeliverable"]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch):
+    """What lies in the folder is seen in the step that asks for it, however slow the machine is."""
+    monkeypatch.setattr(reception, "_AT_ONCE_S", 20.0)
 
 
 @pytest.fixture
@@ -113,7 +127,7 @@ def test_a_payload_that_is_listed_and_stays_away_is_undeliverable(at):
     at.seal(a, 2)
     at.seal(b, 0)
     at.run()
-    assert at.failures == ["payload 1 of rank-0 is listed but did not come in 0.05 s"]
+    assert at.failures == ["payload 1 of the 2 that rank-0 lists did not come in 0.05 s"]
 
 
 def test_a_payload_that_comes_after_the_manifest_is_in_time(tmp_path):
@@ -205,3 +219,70 @@ def test_another_incarnations_payloads_are_never_looked_at(at):
         at.fetch.step()
     assert at.rank.got == [("rank-1", "manifest")]
     assert not at.fetch.done
+
+
+def test_every_owner_has_a_time_of_its_own(at, monkeypatch):
+    a, b = OWNERS
+    now = [100.0]
+    monkeypatch.setattr(fetch_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    at.seal(a, 2)
+    at.fetch.step()
+    at.fetch.step()  # a's first payload is late from here on
+    now[0] += 0.04
+    at.seal(b, 3)
+    at.fetch.step()
+    at.fetch.step()  # and b's from here
+    now[0] += 0.04
+    at.put(a, 0)
+    at.fetch.step()  # a has not waited for its second one yet; b waits on, though a was late before it
+    assert at.failures == []
+    now[0] += 0.04
+    at.put(a, 1)
+    at.fetch.step()
+    # What a sends keeps b from ending no longer than b's own time.
+    assert at.failures == ["payload 0 of the 3 that rank-1 lists did not come in 0.05 s"]
+    assert at.rank.got.index(("rank-0", 1)) < at.rank.got.index(("undeliverable", at.failures[0]))
+    assert at.fetch.done
+
+
+class Hanging(FolderDelivery):
+    """A folder in which one object cannot be read: whoever tries, waits."""
+
+    def __init__(self, root, hangs):
+        super().__init__(root)
+        self.hangs, self.goes_on = hangs, threading.Event()
+
+    def get(self, key, size_max):
+        if key == self.hangs:
+            self.goes_on.wait(60)
+        return super().get(key, size_max)
+
+
+def test_a_read_that_hangs_holds_up_nobody_and_fails_its_own_owner_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(reception, "_AT_ONCE_S", 0.05)
+    a = OWNERS[0]
+    at = Setting(tmp_path, timeout_s=1.0, store=Hanging(tmp_path / "p", payload_key(identity(a, 0))))
+    try:
+        for owner in OWNERS:
+            at.put(owner, 0)
+            at.seal(owner, 1)
+        slowest = 0.0
+        while not at.fetch.done:
+            began = time.monotonic()
+            at.fetch.step()
+            slowest = max(slowest, time.monotonic() - began)
+        assert slowest < 0.9  # of a read that takes a minute
+        got = {what for what in at.rank.got if what[0] != "undeliverable"}
+        assert got == {("rank-0", "manifest"), ("rank-1", 0), ("rank-1", "manifest")}
+        (why,) = at.failures
+        assert re.fullmatch(r"fetching from rank-0: object .*0\.payload: the store has not answered for \d\.\d s", why)
+        # The engine goes on to another epoch: what comes of the read then is wanted by nobody.
+        at.reception.inbox("a").passed(ORDER.epoch)
+    finally:
+        at.store.goes_on.set()
+    deadline = time.monotonic() + 20
+    while at.reception._reads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert at.reception._reads == {}
+    assert at.reception._held == {}
+    assert list(at.memory.folder.iterdir()) == []

@@ -63,8 +63,14 @@ class Host:
 
     def read(self, engine, sequence, epoch=3):
         """What the engine's ranks would read; None if it is not in sight."""
-        shared = self.inboxes[engine].payload(identity(sequence, epoch))
+        shared = self.settled(lambda: self.inboxes[engine].payload(identity(sequence, epoch)))
         return None if shared is None else read_shared(shared, 1000).tobytes()
+
+    def settled(self, ask):
+        """What is answered once nothing is being read from the store any more."""
+        while (found := ask()) is None and self.reception._reads:
+            time.sleep(0.001)
+        return found
 
     def take(self, engine, sequence, epoch=3):
         data = self.read(engine, sequence, epoch)
@@ -103,7 +109,7 @@ def test_each_object_is_received_once_and_goes_with_the_last_engine_that_takes_i
     assert host.files == []
     for engine in ("a", "b"):
         inbox = host.inboxes[engine]
-        assert inbox.manifest(order(), OWNER) == b"sealed"
+        assert host.settled(lambda inbox=inbox: inbox.manifest(order(), OWNER)) == b"sealed"
         inbox.manifest_taken(order(), OWNER)
     assert set(host.store.read.values()) == {1}
     assert (host.reception.objects, host.reception.bytes) == (2, 11)
