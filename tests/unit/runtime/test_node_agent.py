@@ -1,8 +1,9 @@
 """A node agent beside a real engine, led by hand: a real record, a real channel, real payloads in a folder."""
 
 import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from dcr.rollout.node import RolloutNode
 from dcr.rollout.torch.engine import TorchEngine
 from dcr.runtime.channel import Hub, Peer, Received
 from dcr.runtime.emission import Emission
+from dcr.runtime.node_agent import NodeError
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
@@ -293,3 +295,81 @@ def test_a_request_that_will_not_leave_lets_no_other_in_while_the_record_is_out_
 def test_waiting_for_an_engine_that_is_not_there_is_refused_by_name(at: Led) -> None:
     with pytest.raises(RefusedError, match="this node has no engine 'b', only a"):
         at.node.wait_serving(0, WAIT_S, "b")
+
+
+# ---------------------------------------------------------------- whatever hangs
+
+
+class Hang:
+    """Stands before a call that is to hang: who makes it waits until it is let go."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call, self.reached, self._goes_on = call, threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.reached.set()
+        assert self._goes_on.wait(60)
+        return self._call(*args, **kwargs)
+
+    def let_go(self) -> None:
+        self._goes_on.set()
+
+
+HANGS = {
+    "a rank": lambda at: (at.engine, "call_ranks"),
+    "the control plane": lambda at: (at.node._agents["a"]._control, "read"),
+    "the leader's address": lambda at: (at.node._agents["a"]._control, "lookup"),
+}
+
+
+@pytest.mark.parametrize("what", HANGS)
+def test_the_gate_closes_on_the_lost_lease_though_something_hangs(
+    leased: Led, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    at = leased
+    where, name = HANGS[what](at)
+    hang = Hang(getattr(where, name))
+    try:
+        monkeypatch.setattr(where, name, hang)
+        assert hang.reached.wait(WAIT_S)
+        hung = time.monotonic()
+        wait(lambda: at.engine.version is None)
+        took = time.monotonic() - hung
+        assert 0.4 < took < 5.0  # the lease is 1 s; the hanging call would take a minute
+        assert at.node.version is None
+        with pytest.raises(NodeError, match="version 0 is not served"):
+            at.node.wait_serving(0, 0.1)
+    finally:
+        hang.let_go()
+    assert at.node.wait_serving(0, WAIT_S) == 0  # the record is read again, and nothing was written
+    at.serves_old()
+
+
+def test_orders_are_obeyed_and_the_lease_is_kept_while_a_read_of_the_store_hangs(
+    leased: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = leased
+    store = at.node._reception._delivery
+    at.policy.step(1)
+    hang = Hang(store.get)
+    try:
+        monkeypatch.setattr(store, "get", hang)
+        order = at.prepare(stage=True)
+        at.hear(Prepared)
+        at.emit(order)
+        assert hang.reached.wait(WAIT_S)
+        until = time.monotonic() + 1.5  # longer than the lease
+        while time.monotonic() < until:
+            assert at.engine.version == 0
+        at.serves_old()
+        again = at.prepare(stage=False)  # the leader has given the attempt up
+        assert at.hear(Prepared).epoch == again.epoch
+        assert at.engine.version is None
+        monkeypatch.setattr(store, "get", hang._call)
+        root = at.emit(again)
+        at.send(OpenApply("default", again.epoch))
+        at.hear(Acknowledged)
+        at.commit(root)
+    finally:
+        hang.let_go()
+    assert stored_bits(at.model) == dense(at.policy.state_dict())  # nothing of the old epoch came after it

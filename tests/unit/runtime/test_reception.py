@@ -193,6 +193,19 @@ def test_what_ranks_are_reading_is_not_taken_from_them_for_want_of_room(host_of)
     assert host.read("a", 1) == b"y" * 60
 
 
+def test_whoever_asks_waits_neither_for_room_nor_for_long(host_of):
+    host = host_of(receive_bytes_max=100, delivery_timeout_s=8.0)
+    host.put(0, b"x" * 60)
+    host.put(1, b"y" * 60)
+    assert host.read("b", 0) == b"x" * 60
+    began = time.monotonic()
+    assert host.inboxes["a"].payload(identity(1)) is None
+    assert host.inboxes["a"].payload(identity(1)) is None
+    assert time.monotonic() - began < 4
+    host.inboxes["b"].payload_taken(identity(0))
+    assert host.read("a", 1) == b"y" * 60
+
+
 def test_what_is_larger_than_the_bound_is_refused_by_name(host_of):
     host = host_of(receive_bytes_max=50)
     host.put(0, b"x" * 51)
