@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dcr.data_plane.item import Item
-from dcr.data_plane.kernels import compiled
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,16 @@ class _Tensor:
                 return True
             self.bitmap = np.zeros(-(-self.numel // 64), np.uint64)
             for other in self.runs:
-                compiled.mark(self.bitmap, other.indices)
+                _mark(self.bitmap, other.indices)
             self.runs = []
-        return bool(compiled.mark(self.bitmap, np.ascontiguousarray(indices)))
+        return _mark(self.bitmap, indices)
+
+
+def _mark(bitmap: npt.NDArray[np.uint64], indices: npt.NDArray[np.int64]) -> bool:
+    # Imported when it is needed: vLLM on a CPU cannot start in a process that has imported llvmlite.
+    from dcr.data_plane.kernels import compiled  # noqa: PLC0415
+
+    return bool(compiled.mark(bitmap, np.ascontiguousarray(indices)))
 
 
 class TouchedElements:

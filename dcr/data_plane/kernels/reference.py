@@ -47,22 +47,25 @@ class ReferenceKernels:
         return hits
 
     def _place(self, placed: PlacedBox, item: Item) -> int:
+        memory, at, values = self.located(placed, item)
+        if placed.widened and item.operation is Operation.SET:
+            memory[at - 1] = 0
+        memory[at] = apply_operation(memory[at], item.operation, values)
+        return at.numel()
+
+    def located(self, placed: PlacedBox, item: Item) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where a box has an item's entries: memory as elements of their width, positions in it, and their values.
+
+        The position of a widened element is that of its high half; its low half lies before it.
+        """
         low, high = placed.box.source_bounds
         near = (item.indices >= low) & (item.indices <= high)
         target, inside = placed.box.decode(item.indices[near])
         values = item.values[near]
         if inside is not None:
             target, values = target[inside], values[inside]
-        if not target.numel():
-            return 0
         memory, at = self._memory(placed, target, values.dtype)
-        values = values.to(memory.device)
-        if placed.widened:
-            if item.operation is Operation.SET:
-                memory[at] = 0
-            at += 1
-        memory[at] = apply_operation(memory[at], item.operation, values)
-        return target.numel()
+        return memory, at + placed.widened, values.to(memory.device)
 
     def _memory(self, placed: PlacedBox, target: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory around a box, and positions of byte addresses in it, as elements of ``dtype``."""

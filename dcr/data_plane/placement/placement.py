@@ -20,7 +20,11 @@ from dcr.data_plane.placement.readback import Readback, read_back
 from dcr.data_plane.placement.rules import uncovered_holds
 from dcr.data_plane.placement.shadow import Shadow
 from dcr.data_plane.placement.write_watch import Write
+from dcr.data_plane.placement.written_check import WrittenCheck
 from dcr.protocol.errors import RefusedError
+
+VERIFY = ("", "written", "dense")
+"""How an application may be checked, beside what always is."""
 
 
 class Placement:
@@ -39,6 +43,10 @@ class Placement:
     bytes of those tensors.  Constants that the loader fills in are checked at prewarm and written only where they were
     missing, which is so in a model that was never loaded.
 
+    How many places a kernel wrote is counted and compared, where every element has equally many: not in a shard, of
+    which only some entries are here.  ``verify="written"`` reads every place that was to be written, and compares it
+    with what plain torch says that it must hold: about ten times what writing costs.
+
     ``verify="dense"`` is for finding out, not for serving: every call saves the memory blocks that it may touch,
     applies the items by boxes, saves the result, puts the old bits back, applies the same items through the native
     loader in one call over all canonical tensors, and compares.  Storage then holds what the loader wrote.  It costs
@@ -51,7 +59,7 @@ class Placement:
         specs: every canonical tensor of the checkpoint, in the order of a dense load.
         sharded: whether the engine has more ranks, so that entries may belong elsewhere.  A rank that is alone refuses
             an entry for which the loader has no place.
-        verify: "" or "dense"; see above.
+        verify: "", "written" or "dense"; see above.
         settings: what else the loader depends on, in words, such as library versions; part of the fingerprint.
         kernels: the backend; by default the fastest one for where the model lies.
         conversions: what the runtime did to resident tensors after loading, where it only moved elements; see
@@ -73,15 +81,15 @@ class Placement:
         kernels: Kernels | None = None,
         conversions: Sequence[Conversion] = (),
     ) -> None:
-        if verify not in {"", "dense"}:
-            raise RefusedError(f"verify is {verify!r}; it must be '' or 'dense'")
-        if verify and conversions:
+        if verify not in VERIFY:
+            raise RefusedError(f"verify is {verify!r}; it must be one of {', '.join(map(repr, VERIFY))}")
+        if verify == "dense" and conversions:
             raise RefusedError(
                 f"verify={verify!r} loads densely, but the loader does not write converted storage: drop it"
             )
         self._model = LearnedModel(model, load_weights, specs, settings or {}, conversions)
         self._sharded = sharded
-        self._verify = verify == "dense"
+        self._verify = verify
         self._given_kernels = kernels
         self._kernels = kernels
         self._numbers: dict[str, int] = {}
@@ -113,7 +121,7 @@ class Placement:
                 start, end = placed.span(tensor.width)
                 assert residents.holds(start, end), "a box must lie in one block of resident memory"
         self._transforming = self._model.hooked(learned.transforming)
-        self._dense = self._model.hooked(learned.calls) if self._verify else []
+        self._dense = self._model.hooked(learned.calls) if self._verify == "dense" else []
         self._missing = {n: writes for n in names if (writes := self._missing_constants(learned, n))}
         self._prewarm = learned
         return learned
@@ -136,7 +144,7 @@ class Placement:
         self._model.check_storage()
         if not admitted:
             return 0
-        if not self._verify:
+        if self._verify != "dense":
             self._write(records, hooked, Progress())
             return len(admitted)
         shadow = Shadow(self._model.residents, self._written_by(admitted))
@@ -220,9 +228,12 @@ class Placement:
                 progress.wrote = True
                 bit_view(self._model.residents.at(write.region)).fill_(write.constant)
         if records.items:
+            check = WrittenCheck(self._model.residents, self._table, records) if self._verify == "written" else None
             progress.wrote = True
             hits = self._backend.place(self._table, records)
             self._check_hits(records, hits, progress)
+            if check is not None:
+                check.compare()
         if hooked:
             apply_hooked(self._transforming, hooked, progress)
             self._model.check_bindings(progress)

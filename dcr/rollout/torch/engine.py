@@ -37,8 +37,8 @@ class TorchEngine:
         reset_caches: drops what was computed with older weights.
         gate_wait_s: how long a request waits at the closed gate, seconds.
         observe: called with every protocol step of the rank.
-        verify: "dense" to do every application again through the native loader and compare; see
-            :class:`dcr.data_plane.placement.placement.Placement`.
+        verify: "written" to read back everything that was written, "dense" to do every application again through the
+            native loader, and compare; see :class:`dcr.data_plane.placement.placement.Placement`.
 
     Raises:
         RefusedError: the module has no loader.

@@ -4,7 +4,7 @@ Used through ``vllm.LLM(worker_extension_cls="dcr.rollout.vllm.extension.DcrWork
 the bases of its worker, and each ``dcr_*`` method is called through ``collective_rpc`` in the worker process.
 
 ``vllm.LLM(additional_config={"dcr_verify": "dense"})`` has every application done again through vLLM's own loader and
-compared; see :class:`dcr.data_plane.placement.placement.Placement`.
+compared, and ``"written"`` has what was written read back; see :class:`dcr.data_plane.placement.placement.Placement`.
 """
 
 import logging

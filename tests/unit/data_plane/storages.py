@@ -24,5 +24,9 @@ def verified(model, load, specs):
     return Placement(model, load, specs, sharded=True, verify="dense")
 
 
-EVERY = [hooked, boxes, reference, verified]
+def written(model, load, specs):
+    return Placement(model, load, specs, sharded=True, verify="written")
+
+
+EVERY = [hooked, boxes, reference, verified, written]
 every = pytest.mark.parametrize("storage", EVERY, ids=lambda f: f.__name__)
