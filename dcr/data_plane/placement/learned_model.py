@@ -16,6 +16,8 @@ from dcr.data_plane.placement.prewarm import Load, LoadCall, LoaderClass, Prewar
 from dcr.data_plane.resident import PartialWriteError, Residents
 from dcr.protocol.errors import RefusedError
 
+_BOX = LoaderClass.BOX  # finding an enumeration's member costs as much as all else that is asked of an item
+
 
 class LearnedModel:
     """What every way to apply items shares.
@@ -125,20 +127,27 @@ class LearnedModel:
         admitted = []
         known = self._known
         for item in items:
-            mine = known.get(item.spec.name)
-            if mine is None or not (item.spec is mine[0] or item.spec == mine[0]):
+            spec = item.spec
+            mine = known.get(spec.name)
+            if mine is None or not (spec is mine[0] or spec == mine[0]):
                 raise self._mismatch(item)
-            cls = mine[1]
-            if cls is LoaderClass.REFUSED:
-                why = self._prewarm.reasons[item.spec.name]
-                raise RefusedError(f"item {item.spec.name}: cannot be refitted in place: {why}")
-            if cls is LoaderClass.TRANSFORMING and item.operation is not Operation.SET:
-                raise RefusedError(
-                    f"item {item.spec.name}: {item.operation} through a transforming loader; only set is exact"
-                )
-            if cls is not LoaderClass.SKIPPED and item.indices.numel():
+            if mine[1] is not _BOX and not self._admits(item, mine[1]):
+                continue
+            if item.indices.numel():
                 admitted.append(item)
         return admitted
+
+    def _admits(self, item: Item, cls: LoaderClass) -> bool:
+        """Whether this rank holds anything of an item's tensor, which is no box; RefusedError as for ``admit``."""
+        assert self._prewarm is not None
+        if cls is LoaderClass.REFUSED:
+            why = self._prewarm.reasons[item.spec.name]
+            raise RefusedError(f"item {item.spec.name}: cannot be refitted in place: {why}")
+        if cls is LoaderClass.TRANSFORMING and item.operation is not Operation.SET:
+            raise RefusedError(
+                f"item {item.spec.name}: {item.operation} through a transforming loader; only set is exact"
+            )
+        return cls is not LoaderClass.SKIPPED
 
     def _mismatch(self, item: Item) -> RefusedError:
         name, spec = item.spec.name, self._specs.get(item.spec.name)
