@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dcr.cli.spec import say
+from dcr.cli.report import say
 from dcr.modelcheck.itf import dump_trace
 from dcr.modelcheck.source import variable_types
 from dcr.modelcheck.story import tell

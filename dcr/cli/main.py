@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dcr.cli import spec
+from dcr.cli import spec, verify
 from dcr.protocol.errors import DcrError
 
 FAILED = 1
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     spec.add(commands)
+    verify.add(commands)
     return root
 
 

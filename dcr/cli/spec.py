@@ -27,11 +27,6 @@ A counterexample is printed as a story and saved as ITF.  TLC is installed with 
 used where apalache-mc is on PATH; where it is not, the command says so and fails."""
 
 
-def say(text: str) -> None:
-    """One piece of a report, at once: a run takes minutes."""
-    print(text, flush=True)  # noqa: T201 -- what a command says
-
-
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:

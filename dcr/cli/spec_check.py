@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dcr.cli import counterexample
-from dcr.cli.spec import say
+from dcr.cli.report import say
 from dcr.modelcheck.manifest import Manifest, ManifestError, Model, load_manifest, unknown
 from dcr.modelcheck.model_run import ModelRun, check_sources, run_apalache, run_tlc
 from dcr.modelcheck.mutants import run_mutant

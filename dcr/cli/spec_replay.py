@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dcr.cli import counterexample
-from dcr.cli.spec import say
+from dcr.cli.report import say
 from dcr.modelcheck import tlc
 from dcr.modelcheck.manifest import load_manifest
 from dcr.modelcheck.replay.graph_replay import replay_graph

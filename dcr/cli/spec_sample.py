@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dcr.cli import counterexample
-from dcr.cli.spec import say
+from dcr.cli.report import say
 from dcr.modelcheck import apalache, tlc
 from dcr.modelcheck.manifest import ManifestError, Model, Traces, load_manifest
 from dcr.modelcheck.model_run import meets

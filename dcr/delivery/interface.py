@@ -5,6 +5,7 @@ the manifest that ends them, without ever listing::
 
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/SEQUENCE.payload
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/manifest
+    RECORD/EPOCH/contents/OWNER/INCARNATION/CONTENT-DIGEST
 
 Numbers have 20 decimal digits.  In names every byte outside ``[A-Za-z0-9_-]`` is written ``=XX`` (hexadecimal); a name
 longer than 120 characters after that is cut to 80 and ends in ``=.`` and the SHA-256 of the whole.
@@ -102,6 +103,14 @@ def payload_key(identity: PayloadIdentity) -> str:
 def manifest_key(record_id: str, target: int, epoch: int, owner: str, owner_incarnation: int) -> str:
     """The key of an owner's manifest of an attempt; RefusedError as for ``payload_key``."""
     return f"{_owner_prefix(record_id, target, epoch, owner, owner_incarnation)}manifest"
+
+
+def contents_key(record_id: str, epoch: int, owner: str, owner_incarnation: int, content_digest: str) -> str:
+    """The key of an owner's table of content digests; RefusedError as for ``payload_key``."""
+    return (
+        f"{epoch_prefix(record_id, epoch)}contents/{_name('owner', owner)}/"
+        f"{_number('owner incarnation', owner_incarnation)}/{_name('content digest', content_digest)}"
+    )
 
 
 def epoch_prefix(record_id: str, epoch: int) -> str:

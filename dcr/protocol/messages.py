@@ -261,10 +261,91 @@ class Folded(_Message, frozen=True):
     seconds: dict[str, float]
 
 
-Order = Prepare | OpenApply | Published | Refuse | Emit | Fold | Outcome
+# ---------------------------------------------------------------- verification, which changes nothing
+
+
+class Verify(_Message, frozen=True):
+    """Of an operator: compare what engines hold with the owners' baseline, tensor by tensor, by digests (DESIGN D2)."""
+
+    record_id: str
+
+
+class ShowContents(_Message, frozen=True):
+    """To an owner: deliver the digests of what you have committed, and say where they are."""
+
+    record_id: str
+    epoch: int
+    """Of K now; a fold that is due comes first."""
+
+
+class TableRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One owner's digests in the delivery store."""
+
+    key: str
+    digest: str
+    """Of the object's bytes."""
+
+
+class ContentsShown(_Message, frozen=True):
+    """An owner's answer to ``ShowContents``."""
+
+    owner: str
+    incarnation: int
+    epoch: int
+    table: TableRef | None
+    baseline_digest: str
+    """The sum over its digests: its share of the committed version's."""
+    reason: str
+    """Why there is no table; empty on success."""
+
+
+class CompareContents(_Message, frozen=True):
+    """To an engine: read storage back and compare it with these digests, tensor by tensor."""
+
+    record_id: str
+    epoch: int
+    version: int
+    tables: tuple[TableRef, ...]
+
+
+class ContentsCompared(_Message, frozen=True):
+    """An engine's answer to ``CompareContents``."""
+
+    engine: str
+    incarnation: int
+    epoch: int
+    tensors: int
+    """How many were compared."""
+    elements: int
+    """Of these, in all."""
+    different: dict[str, str]
+    """Tensors whose bits are not the committed ones, and how; the first few."""
+    different_count: int
+    unread: dict[str, str]
+    """Tensors that have no way back from storage, and why; the first few."""
+    unread_count: int
+    reason: str
+    """Why nothing could be compared; empty otherwise."""
+    seconds: float
+
+
+class Verified(_Message, frozen=True):
+    """To the operator: what one engine answered, or why none can be asked."""
+
+    record_id: str
+    version: int
+    owners: int
+    engine: ContentsCompared | None
+    left: int
+    """Engines that have not answered yet."""
+    error: str
+    """Why the verification ended without all answers; empty otherwise."""
+
+
+Order = Prepare | OpenApply | Published | Refuse | Emit | Fold | Outcome | ShowContents | CompareContents | Verified
 MemberReport = Join | Prepared | Staged | Acknowledged | AttemptFailed | Serving
 OwnerReport = OwnerJoin | CandidateReady | Withdraw | Sealed | EmitFailed | Folded
-Report = MemberReport | OwnerReport
+Report = MemberReport | OwnerReport | Verify | ContentsShown | ContentsCompared
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

@@ -29,7 +29,15 @@ _NAMED_MAX = 8
 
 
 class ReadbackError(DcrError):
-    """Storage was read back and is not what it is taken to be; the engine must not serve."""
+    """Storage was read back and is not what it is taken to be; the engine must not serve.
+
+    Attributes:
+        tensors: what is wrong by canonical tensor, or by rank that could not be read.
+    """
+
+    def __init__(self, message: str, tensors: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.tensors = dict(tensors or {})
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class EngineContents:
                 disagree, or elements of a tensor that is held lie on no rank: by tensor.
         """
         if silent:
-            raise ReadbackError(f"{named({f'rank {rank}': why for rank, why in silent.items()})}: {WAY_OUT}")
+            unread_ranks = {f"rank {rank}": why for rank, why in silent.items()}
+            raise ReadbackError(f"{named(unread_ranks)}: {WAY_OUT}", unread_ranks)
         wrong: dict[str, str] = {}
         digests: dict[str, ContentDigest] = {}
         unread: dict[str, str] = {}
@@ -109,7 +118,7 @@ class EngineContents:
                 else:
                     digests[name] = sum((ContentDigest.from_hex(d) for d in boxes.values()), ContentDigest())
         if wrong:
-            raise ReadbackError(f"{named(wrong)}: {WAY_OUT}")
+            raise ReadbackError(f"{named(wrong)}: {WAY_OUT}", wrong)
         return cls(digests, unread, sum(s.numel for s in specs if s.name in digests))
 
     def compare(

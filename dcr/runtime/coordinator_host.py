@@ -23,11 +23,14 @@ from dcr.protocol.messages import (
     Acknowledged,
     AttemptFailed,
     CandidateReady,
+    ContentsCompared,
+    ContentsShown,
     Join,
     Outcome,
     Prepared,
     Serving,
     Staged,
+    Verify,
     decode_report,
     encode_message,
 )
@@ -39,9 +42,10 @@ from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
+from dcr.runtime.verification import Verification
 
 _log = logging.getLogger("dcr.coordinator")
-_MEMBER_REPORTS = (Join, Prepared, Staged, Acknowledged, AttemptFailed, Serving)
+_MEMBER_REPORTS = (Join, Prepared, Staged, Acknowledged, AttemptFailed, Serving, ContentsCompared)
 
 
 class _OwnError(Exception):
@@ -93,6 +97,12 @@ class CoordinatorHost:
             gate_mode=settings.gate_mode,
         )
         self._peers: dict[tuple[str, str], Peer] = {}
+        self._verification = Verification(
+            record_id,
+            owners,
+            lambda role, name, order: self._send(role, name, encode_message(order)),
+            settings.verify_timeout_s,
+        )
         self._deadline: tuple[float, int] | None = None
         self._fatal = ""
         self._stop = threading.Event()
@@ -148,6 +158,9 @@ class CoordinatorHost:
                 if self._peers.get((peer.role, peer.name)) == peer:
                     del self._peers[peer.role, peer.name]
                 _log.info("%s %s disconnected: %s", peer.role, peer.name, event.reason)
+                self._verification.lost(peer)
+                if peer.role == "operator":
+                    return []
                 if peer.role == "owner":
                     return self._role.owner_lost(peer.name, peer.incarnation)
                 return self._role.member_lost(peer.name, peer.incarnation)
@@ -157,12 +170,23 @@ class CoordinatorHost:
     def _on_report(self, peer: Peer, data: bytes) -> Sequence[effects_.Effect]:
         report = decode_report(data)
         # A peer speaks for itself alone: the channel has proved who it is.
+        if isinstance(report, Verify):
+            if peer.role != "operator":
+                raise RefusedError(f"{peer} asked for a verification, which is an operator's to ask")
+            self._verification.begin(peer, report, self._role.record)
+            return []
         if isinstance(report, _MEMBER_REPORTS):
             if ("node", report.engine, report.incarnation) != (peer.role, peer.name, peer.incarnation):
                 raise RefusedError(f"{peer} sent a report in the name of engine {report.engine}")
+            if isinstance(report, ContentsCompared):
+                self._verification.compared(report)
+                return []
             return self._role.member_report(report)
         if ("owner", report.owner, report.incarnation) != (peer.role, peer.name, peer.incarnation):
             raise RefusedError(f"{peer} sent a report in the name of owner {report.owner}")
+        if isinstance(report, ContentsShown):
+            self._verification.shown(report)
+            return []
         if self._fatal and isinstance(report, CandidateReady):
             self._tell_fatal(peer.name)
         return self._role.owner_report(report)
@@ -171,6 +195,7 @@ class CoordinatorHost:
         next_look = 0.0
         while not self._stop.is_set():
             wait = 0.1
+            self._act(self._verification.look)
             if time.monotonic() >= next_look and not self._fatal:
                 next_look = time.monotonic() + self._settings.record_poll_s
                 self._act(self._look)
@@ -223,10 +248,9 @@ class CoordinatorHost:
                     self._lead_no_more(effect.reason)
         return more
 
-    def _send(self, role: str, name: str, data: bytes) -> None:
+    def _send(self, role: str, name: str, data: bytes) -> bool:
         peer = self._peers.get((role, name))
-        if peer is not None:
-            self._hub.send(peer, data)
+        return peer is not None and self._hub.send(peer, data)
 
     def _read(self) -> list[effects_.Effect]:
         try:

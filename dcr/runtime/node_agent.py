@@ -20,6 +20,7 @@ from dcr.protocol.messages import (
     CONTROL_VERSION,
     Acknowledged,
     AttemptFailed,
+    CompareContents,
     Join,
     OpenApply,
     Prepared,
@@ -33,18 +34,19 @@ from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, Ran
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
-from dcr.runtime.contents import EngineContents, ReadbackError, ReadbackReport
+from dcr.runtime.contents import ReadbackError, ReadbackReport
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.gate_keeper import GateKeeper
-from dcr.runtime.node_events import Arrived, Asked, Connected
+from dcr.runtime.node_events import Arrived, Asked, Connected, Tables
 from dcr.runtime.observer import Observer, guarded, log_step
-from dcr.runtime.rank_messages import Attach, Contents, Learn, ReadBack, WireSpec
+from dcr.runtime.rank_messages import Attach, Learn, WireSpec
 from dcr.runtime.ranks import Engine, RankLostError, Ranks
 from dcr.runtime.reception import Inbox
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
+from dcr.runtime.storage_check import StorageCheck
 
 OPERATIONS = ("add", "xor")
 
@@ -114,16 +116,16 @@ class NodeAgent:
         tensors = tuple(WireSpec.of(s) for s in specs)
         self._ranks = Ranks(engine, name)
         self.attached = self._ranks.attach(Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max))
-        self._specs = tuple(specs)
+        self._storage = StorageCheck(self._ranks, name, self.attached.incarnation, specs)
         self._unread = False  # whether storage was written in a way that asks for a readback before it serves
-        if checkpoint is not None and self._as_loaded(loaded_digest):
-            self._read_back(checkpoint)
+        if checkpoint is not None and self._storage.as_loaded(loaded_digest):
+            self._storage.read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
         self._fetch: Fetch | None = None
         self._failed: str = ""
         self._warned = ""
         self._stop = threading.Event()
-        self._events: queue.Queue[Arrived | Connected | Asked] = queue.Queue(settings.events_max)
+        self._events: queue.Queue[Arrived | Connected | Asked | Tables] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
             Peer("node", name, self.attached.incarnation),
@@ -255,17 +257,33 @@ class NodeAgent:
             except DcrError as e:
                 _log.warning("engine %s, leaving: %s", self._name, e)
 
-    def _take(self, event: Arrived | Connected | Asked) -> None:
+    def _take(self, event: Arrived | Connected | Asked | Tables) -> None:
         if isinstance(event, Connected):
             self._send(self._join())
             return
         if isinstance(event, Asked):
             self._answer(event.answer)
             return
+        if isinstance(event, Tables):
+            self._compare(event)
+            return
         try:
-            self._do(self._role.order(decode_order(event.data)))  # type: ignore[arg-type]
+            order = decode_order(event.data)
+            if isinstance(order, CompareContents):
+                self._inbox.tables(order.tables, lambda found: self._events.put(Tables(order, found)))
+            else:
+                self._do(self._role.order(order))  # type: ignore[arg-type]
         except RefusedError as e:
             _log.warning("order refused: %s", e)
+
+    def _compare(self, event: Tables) -> None:
+        if isinstance(event.found, DcrError):
+            self._send(self._storage.refusal(event.order, f"the owners' digests could not be read: {event.found}"))
+            return
+        answer = self._storage.compare(event.order, event.found)
+        self._send(answer)
+        if error := self._storage.error(answer):
+            raise error
 
     def _do(self, effects: Sequence[role.Effect]) -> None:
         for order, same in groupby(effects, key=lambda e: e.order if isinstance(e, role.ToRank) else None):
@@ -332,7 +350,7 @@ class NodeAgent:
 
     def _open_gate(self, epoch: int) -> None:
         if self._unread:
-            self._read_back(None)
+            self._storage.read_back()
             self._unread = False
         try:
             self._engine.reset_caches()
@@ -347,34 +365,13 @@ class NodeAgent:
         # The step is said before the gate opens: a watcher that stops the process at it finds the gate closed.
         self._do(effects)
 
-    def _as_loaded(self, loaded_digest: str) -> bool:
-        """Whether storage is taken to hold what the loader was fed: an earlier agent may have refitted it since."""
-        state = self._ranks.state
-        return bool(loaded_digest) and not state.torn_by and state.content_digest == loaded_digest
-
-    def _read_back(self, checkpoint: Mapping[str, ContentDigest] | None) -> ReadbackReport:
-        """Compare storage with what it is taken to hold, or what the loader was fed; ReadbackError if it differs."""
-        state = self._ranks.state
-        started = time.perf_counter()
-        answers = self._ranks.call(ReadBack())
-        ranks = {rank: r for rank, a in answers.items() for r in a.results if isinstance(r, Contents)}
-        unread = {rank: a.refused for rank, a in answers.items() if rank not in ranks}
-        try:
-            contents = EngineContents.of(self._specs, ranks, unread)
-            report = contents.compare(state.version, state.content_digest, checkpoint)
-        except ReadbackError as e:
-            held = "what it was loaded from" if checkpoint is not None else f"version {state.version}"
-            raise ReadbackError(f"engine {self._name} does not hold {held}, and serves nothing: {e}") from None
-        _log.info("engine %s was read back in %.3f s: %s", self._name, time.perf_counter() - started, report)
-        return report
-
     def _answer(self, answer: Future[ReadbackReport]) -> None:
         state = self._ranks.state
         if state.torn_by or not state.content_digest or self._role.applying is not None:
             answer.set_exception(RefusedError(f"engine {self._name} holds no version now: {self._why()}"))
             return
         try:
-            answer.set_result(self._read_back(None))
+            answer.set_result(self._storage.read_back())
         except DcrError as e:
             answer.set_exception(e)
             raise

@@ -3,6 +3,9 @@
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from dcr.data_plane.content_digest import ContentDigest
+from dcr.protocol.errors import DcrError
+from dcr.protocol.messages import CompareContents
 from dcr.runtime.contents import ReadbackReport
 
 
@@ -23,3 +26,11 @@ class Asked:
     """Somebody wants to know what storage holds."""
 
     answer: Future[ReadbackReport]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the owners' tensors digest to, for a comparison that the leader ordered; or why that cannot be read."""
+
+    order: CompareContents
+    found: dict[str, ContentDigest] | DcrError

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
 from dcr.data_plane.content_digest import ContentDigest
-from dcr.delivery.interface import Delivery, manifest_key
+from dcr.data_plane.payload import payload_digest
+from dcr.delivery.interface import Delivery, contents_key, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind, Manifest, encode_manifest
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
+    ContentsShown,
     Emit,
     EmitFailed,
     Fold,
@@ -24,13 +26,17 @@ from dcr.protocol.messages import (
     OwnerJoin,
     Report,
     Sealed,
+    ShowContents,
+    TableRef,
     Withdraw,
+    cut,
     decode_order,
     encode_message,
 )
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
+from dcr.runtime.contents_table import encode_table
 from dcr.runtime.emission import CancelledError, Emission
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.secret import record_secret
@@ -243,6 +249,11 @@ class OwnerHost:
                 return self._role.emit(order)
             case Fold():
                 return self._role.fold(order)
+            case ShowContents():
+                if order.record_id != self._record_id:
+                    raise RefusedError(f"{self._source.owner}: order of record {order.record_id!r}")
+                self._work.put(lambda: self._show(order.epoch))
+                return []
             case Outcome():
                 with self._changed:
                     # An outcome may come late, or twice: only one of this very push is an answer to it.
@@ -367,6 +378,23 @@ class OwnerHost:
         digest = self._source.baseline_digest
         assert digest is not None
         self._post(lambda: self._role.folded(effect.epoch, digest.hex()))
+
+    def _show(self, epoch: int) -> None:
+        """Deliver the digests of what is committed, by tensor; between folds, for those run in this thread too."""
+        name, digests, total = self._source.owner, self._source.baseline_digests, self._source.baseline_digest
+        table, reason = None, ""
+        if digests is None or total is None:
+            reason = f"{name} has no baseline: it was lost, or a fold was cut short; the next push brings a new one"
+        else:
+            try:
+                data = encode_table(digests)
+                key = contents_key(self._record_id, epoch, name, self._incarnation, total.hex())
+                self._delivery.put(key, data)
+                table = TableRef(key, payload_digest(data))
+            except DcrError as e:
+                reason = cut(f"{name} could not deliver its content digests: {e}")
+        held = "" if total is None else total.hex()
+        self._send(ContentsShown(name, self._incarnation, epoch, table, held, reason))
 
     def _read_record(self) -> None:
         try:

@@ -2,15 +2,17 @@
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
-from dcr.protocol.errors import RefusedError
+from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
-from dcr.protocol.messages import Prepare
+from dcr.protocol.messages import Prepare, TableRef
 from dcr.protocol.record import OwnerRef
+from dcr.runtime.contents_table import read_tables
 from dcr.runtime.rank_messages import Shared
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory, SharedMemoryError
@@ -143,6 +145,18 @@ class Reception:
                 del self._reads[key]
                 raise read.error
             return self._hold(engine, key)
+
+    def tables(self, refs: Sequence[TableRef], then: Callable[[dict[str, ContentDigest] | DcrError], None]) -> None:
+        """See ``Inbox.tables``."""
+
+        def job() -> None:
+            try:
+                found: dict[str, ContentDigest] | DcrError = read_tables(self._delivery, refs)
+            except DcrError as e:
+                found = e
+            then(found)
+
+        self._readers.submit(job)
 
     def close(self) -> None:
         """Begin to read nothing more; what is held goes with the memory that it lies in."""
@@ -313,6 +327,10 @@ class Inbox:
         data = self._reception.get(self._engine, _manifest_key(order, owner), order.epoch, shared=False)
         assert not isinstance(data, Shared)
         return data
+
+    def tables(self, refs: Sequence[TableRef], then: Callable[[dict[str, ContentDigest] | DcrError], None]) -> None:
+        """Hand over what owners' tensors digest to, or why that cannot be read, from a reader's thread."""
+        self._reception.tables(refs, then)
 
     def payload_taken(self, identity: PayloadIdentity) -> None:
         """The ranks are done with it."""

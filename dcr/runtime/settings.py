@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How long a push of some ranks waits for the others to call ``push`` too."""
     owners_timeout_s: float = 120.0
     """How long a push waits for an owner whose connection was lost."""
+    verify_timeout_s: float = 600.0
+    """How long a verification waits for the next answer of an owner or engine."""
     push_timeout_s: float = 7200.0
     """A whole push on one rank; longer than all its attempts together."""
     drain_timeout_s: float = 60.0

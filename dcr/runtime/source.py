@@ -1,6 +1,6 @@
 """What an owner host needs of a trainer: one rank's share of the canonical elements, and their committed baseline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from dcr.data_plane.content_digest import ContentDigest
@@ -29,6 +29,11 @@ class Source(Protocol):
     @property
     def baseline_digest(self) -> ContentDigest | None:
         """Content digest of its share of the committed version; None when the baseline is lost."""
+        ...
+
+    @property
+    def baseline_digests(self) -> Mapping[str, ContentDigest] | None:
+        """The same by canonical tensor; those that it owns nothing of may be left out."""
         ...
 
     @property

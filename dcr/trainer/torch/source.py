@@ -1,7 +1,7 @@
 """One rank's share of a plain torch trainer: detects, emits and folds the elements that it owns."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,12 +102,18 @@ class TorchSource:
         self._folding = False
         self._folds = 0
         self._candidate_digest: ContentDigest | None = None
-        self._baseline_digest: ContentDigest | None = self._digest_of_baseline()
+        self._baseline_digests: dict[str, ContentDigest] | None = self._digests_of_baseline()
+        self._baseline_digest: ContentDigest | None = _sum(self._baseline_digests)
 
     @property
     def baseline_digest(self) -> ContentDigest | None:
         """This owner's share of the committed version's content digest; None when the baseline is lost."""
         return self._baseline_digest
+
+    @property
+    def baseline_digests(self) -> Mapping[str, ContentDigest] | None:
+        """The same by canonical tensor, brought forward from the changed elements alone."""
+        return self._baseline_digests
 
     @property
     def candidate_digest(self) -> ContentDigest | None:
@@ -154,19 +160,20 @@ class TorchSource:
             RefusedError: if the model's tensors are not the ones this source was made for; nothing was changed.
         """
         live = self._live()
-        digest = None if self._folding else self._baseline_digest
+        held = None if self._folding or self._baseline_digests is None else dict(self._baseline_digests)
         with self._marks:
             self._folding = True
             self._folds += 1
         for shard in self._shards:
             for difference in shard.tracker.fold(live[shard.number].local()):
-                if digest is None:
-                    continue  # nothing to bring forward: the digest is taken afresh
+                if held is None:
+                    continue  # nothing to bring forward: digests are taken afresh
                 for change in self._project(shard, difference.positions, difference.old, difference.new):
-                    digest = digest + _digest_of_change(change)
-        if digest is None:
-            digest = self._digest_of_baseline()
-        self._baseline_digest = digest if digest == expected else None
+                    held[change.spec.name] += _digest_of_change(change)
+        if held is None:
+            held = self._digests_of_baseline()
+        digest = _sum(held)
+        self._baseline_digests, self._baseline_digest = (held, digest) if digest == expected else (None, None)
         self._candidate_digest = None
         with self._marks:
             self._folding = False
@@ -234,14 +241,15 @@ class TorchSource:
                     bits = shard.tracker.committed(start, stop)
                 yield from self._project(shard, torch.arange(start, stop), None, bits)
 
-    def _digest_of_baseline(self) -> ContentDigest:
-        digest = ContentDigest()
+    def _digests_of_baseline(self) -> dict[str, ContentDigest]:
+        digests: dict[str, ContentDigest] = {}
         for shard in self._shards:
             for start, stop in shard.tracker.chunks():
                 bits = shard.tracker.committed(start, stop)
                 for change in self._project(shard, torch.arange(start, stop), None, bits):
-                    digest = digest + _digest_of_change(change)
-        return digest
+                    name = change.spec.name
+                    digests[name] = digests.get(name, ContentDigest()) + _digest_of_change(change)
+        return digests
 
     def _project(
         self, shard: _OwnedShard, positions: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor
@@ -271,6 +279,10 @@ def _check_name(name: str) -> None:
             f"canonical tensor {name[:80]!r}: a name must have 1 to {TEXT_MAX} characters of valid Unicode; rename it "
             "in the save path"
         )
+
+
+def _sum(digests: Mapping[str, ContentDigest]) -> ContentDigest:
+    return sum(digests.values(), ContentDigest())
 
 
 def _digest_of_change(change: Change) -> ContentDigest:

@@ -45,6 +45,10 @@ MANIFEST = Manifest(
     owned_elements=100,
 )
 
+COMPARED = m.ContentsCompared(
+    "e0", 1, 10, 5, 100, {"lm_head.weight": "its bits differ"}, 1, {"bias": "no way back"}, 1, "", 0.5
+)
+
 ORDERS = (
     m.Prepare("policy", 10, 7, BASE, (OwnerRef("o0", 9),), 4, stage=True),
     m.OpenApply("policy", 10),
@@ -53,6 +57,9 @@ ORDERS = (
     m.Emit("policy", 10, 7, BASE, "add", ("lm_head.weight",)),
     m.Fold("policy", 10),
     m.Outcome("policy", 10, 7, "v7-c1-3", "", {"payloads": 2, "members": ["e0"]}, 9, 5),
+    m.ShowContents("policy", 10),
+    m.CompareContents("policy", 10, 6, (m.TableRef("policy/10/contents/o0/9/d0", "ee"),)),
+    m.Verified("policy", 6, 1, COMPARED, 2, ""),
 )
 
 REPORTS = (
@@ -68,4 +75,7 @@ REPORTS = (
     m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}),
     m.EmitFailed("o0", 9, 10, "its push was given up", fatal=True, given_up=5),
     m.Folded("o0", 9, 10, D1, "", {"fold": 0.125}),
+    m.Verify("policy"),
+    m.ContentsShown("o0", 9, 10, m.TableRef("policy/10/contents/o0/9/d0", "ee"), D0, ""),
+    COMPARED,
 )
