@@ -101,8 +101,9 @@ def items(
     """What changed between two flat tensors of bits, chunk by chunk as an owner finds it."""
     spec = spec_of(old.numel())
     for start in range(0, old.numel(), CHUNK_ELEMENTS):
-        found = kernels.differences(old[start : start + CHUNK_ELEMENTS], new[start : start + CHUNK_ELEMENTS])
-        change = Change(spec, found.positions + start, found.old, found.new)
+        stop = start + CHUNK_ELEMENTS
+        found = kernels.differences(old[start:stop], new[start:stop], start)
+        change = Change(spec, found.positions, found.old, found.new)
         yield to_item(change, Kind.RELATIVE, preserving=True, relative=operation)
 
 

@@ -64,9 +64,9 @@ class Tracker:
         flat = self._checked(live)
         kernels = stream_kernels([flat])
         for start, stop in self.chunks():
-            found = kernels.differences(self._bits[start:stop], flat[start:stop])
+            found = kernels.differences(self._bits[start:stop], flat[start:stop], start)
             if found.positions.numel():
-                yield Difference(found.positions + start, found.old, found.new)
+                yield found
 
     def fold(self, live: torch.Tensor) -> Iterator[Difference]:
         """Make the committed bits those of the live tensor, in place; yields each difference once it is written.

@@ -1,11 +1,11 @@
-"""Compiled loops over shards and streams; see :class:`dcr.data_plane.kernels.numba_streams.NumbaStreamKernels`.
+"""Items into streams, compiled, and content digests; see :mod:`dcr.data_plane.kernels.numba_streams`.
+
+64 entries go at once, as vectors; what does not fit into a byte of gap or half a byte of code is looked at alone.
+Writers trust the sizes of what they are given, and find out themselves whether indices are in order.
 
 One file, because numba's cache of compiled code looks at the file of a function only: what it calls or takes as a
 constant must be in here.  Everything is unsigned: signed positions would cost a question whether to count from the
 end, and a signed number that meets an unsigned one becomes a floating-point number.
-
-Writers trust their input, which is ours; readers trust nothing: no position comes out of a stream unless it was
-compared with the length of what it is a position in.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,21 @@ from typing import Any
 import numba as nb
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
 U = np.uint64
-U0, U1, U2, U4, U15 = U(0), U(1), U(2), U(4), U(15)
+U0, U1, U2, U3, U4, U15 = U(0), U(1), U(2), U(3), U(4), U(15)
 GO_ON, LONG, LONG_MIN = U(254), U(255), U(1016)
 ESCAPE, WORD_MIN, LONG_CODE = U(15), U(270), U(255)
 """As :mod:`dcr.data_plane.streams` has them, which may not be read from here."""
 BAD = U(0xFFFFFFFFFFFFFFFF)
-"""More than any gap."""
-WORDS = U(1024)
-"""Words of 8 bytes looked at together: 8 KiB of each array, so that the lists between the stages stay in cache."""
-LINES = U(127)
-"""Cache lines that these words take, less 1."""
+"""More than any gap or code."""
+BLOCK = U(64)
+"""Entries written together; slices of an item begin at multiples of it."""
+GAP_ROOM = U(256)
+"""Gap bytes that a block takes at most."""
+_INT64 = ir.IntType(64)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
@@ -42,143 +43,102 @@ def _compiled(function: Callable[..., Any]) -> Any:
 _inlined = nb.njit(nogil=True, error_model="numpy", inline="always")
 
 
-@intrinsic
-def _prefetch(_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of an element, which may lie past the end: nothing is read, nothing can fail."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), cgutils.voidptr_t)
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, number(0), number(2), number(1)])  # to read, second level, data
-        return context.get_dummy_value()
-
-    return types.void(array, index), code
+def _vector(lanes: int, width: int) -> ir.VectorType:
+    return ir.VectorType(ir.IntType(width), lanes)
 
 
-@_compiled
-def differences(old, new, old_words, new_words, layout, resume, positions, before, after):
-    """Positions at which two flat arrays differ, and what both hold there, until no more might fit.
-
-    Args:
-        old: unsigned integers, shape [n].
-        new: the same.
-        old_words: uint64, shape [m]: the memory of ``old`` from the first whole word on.
-        new_words: the same of ``new``.
-        layout: uint64: elements before the words, all of them if there are no words; elements in a word; what to add
-            to positions.
-        resume: uint64: words that were looked at, and elements that were found, by earlier calls; brought forward.
-            When all words have been looked at, one more is counted once the elements after them were.
-        positions: uint64, with room for the elements before the words and for a block of words.
-        before: as ``old``, the same shape.
-        after: as ``new``, the same shape.
-    """
-    head, lanes, start = layout[0], layout[1], layout[2]
-    base, found = resume[0], resume[1]
-    if base == U0 and found == U0:
-        found = _elements(old, new, U0, head, start, found, positions, before, after)
-    mask = np.zeros(WORDS, np.uint8)
-    eight = np.empty((WORDS >> U(3)) + U1, np.uint32)
-    word = np.empty(WORDS + U1, np.uint32)
-    place = np.empty(U(8) * WORDS + U(8), np.uint32)
-    words, room = U(old_words.size), U(positions.size)
-    while base < words and found + lanes * WORDS <= room:
-        count = min(WORDS, words - base)
-        differing = _differing(old_words, new_words, base, count, mask, mask.view(np.uint64), eight, word)
-        places = _places(old_words, new_words, base, word, differing, lanes, place)
-        first = head + base * lanes
-        for k in range(places):
-            i = first + U(place[k])
-            positions[found], before[found], after[found] = start + i, old[i], new[i]
-            found += U1
-            # Nothing fetches the next block while this one is looked at again, unless it is asked for.
-            _prefetch(new_words, base + WORDS + ((k & LINES) << U(3)))
-        base += count
-    if base == words and found + lanes <= room:
-        found = _elements(old, new, head + words * lanes, U(old.size), start, found, positions, before, after)
-        base += U1
-    resume[0], resume[1] = base, found
-
-
-@_inlined
-def _elements(old, new, begin, end, start, found, positions, before, after):
-    """The elements that lie in no word, one by one; returns how many are found now."""
-    for i in range(begin, end):
-        if old[i] != new[i]:
-            positions[found], before[found], after[found] = start + i, old[i], new[i]
-            found += U1
+def _load(builder: Any, address: Any, kind: ir.VectorType) -> Any:
+    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    found.align = 1
     return found
 
 
-@_inlined
-def _differing(old_words, new_words, base, count, mask, masks, eight, word):
-    """Words that differ, counted from the block's first; returns how many.
-
-    Branch-free: where to write depends on what was found, whether to write does not.  All words are compared at once,
-    and where changes are rare most eights of them need no second look.
-    """
-    differing = U0
-    if count < WORDS:
-        for k in range(count):
-            word[differing] = np.uint32(k)
-            differing += U(old_words[base + k] != new_words[base + k])
-        return differing
-    for k in range(WORDS):
-        mask[k] = np.uint8(old_words[base + k] != new_words[base + k])
-    eights = U0
-    for k in range(WORDS >> U(3)):
-        eight[eights] = np.uint32(k << U(3))
-        eights += U(masks[k] != U0)
-    for e in range(eights):
-        first = U(eight[e])
-        for k in range(first, first + U(8)):
-            word[differing] = np.uint32(k)
-            differing += U(mask[k])
-    return differing
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 1
 
 
-@_inlined
-def _places(old_words, new_words, base, word, differing, lanes, place):
-    """Elements that differ in the words that do, counted from the block's first; returns how many."""
-    n = U0
-    if lanes == U4:
-        for k in range(differing):
-            i = U(word[k])
-            _prefetch(old_words, base + WORDS + ((k & LINES) << U(3)))
-            bits, first = old_words[base + i] ^ new_words[base + i], np.uint32(i << U2)
-            place[n] = first
-            n += U((bits & U(0xFFFF)) != U0)
-            place[n] = first + np.uint32(1)
-            n += U((bits & U(0xFFFF0000)) != U0)
-            place[n] = first + np.uint32(2)
-            n += U((bits & U(0xFFFF00000000)) != U0)
-            place[n] = first + np.uint32(3)
-            n += U((bits >> U(48)) != U0)
-    elif lanes == U2:
-        for k in range(differing):
-            i = U(word[k])
-            _prefetch(old_words, base + WORDS + ((k & LINES) << U(3)))
-            bits, first = old_words[base + i] ^ new_words[base + i], np.uint32(i << U1)
-            place[n] = first
-            n += U((bits & U(0xFFFFFFFF)) != U0)
-            place[n] = first + np.uint32(1)
-            n += U((bits >> U(32)) != U0)
-    elif lanes == U1:
-        for k in range(differing):
-            place[n] = word[k]
-            n += U1
-    else:
-        for k in range(differing):
-            i = U(word[k])
-            _prefetch(old_words, base + WORDS + ((k & LINES) << U(3)))
-            bits = old_words[base + i] ^ new_words[base + i]
-            for lane in range(U(8)):
-                place[n] = np.uint32((i << U(3)) + lane)
-                n += U((bits & U(0xFF)) != U0)
-                bits >>= U(8)
-    return n
+def _all(kind: ir.VectorType, number: int) -> ir.Constant:
+    return ir.Constant(kind, [kind.element(number)] * kind.count)
+
+
+def _spread(builder: Any, value: Any, kind: ir.VectorType) -> Any:
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, _all(_vector(kind.count, 32), 0))
+
+
+def _mask(builder: Any, answers: Any) -> Any:
+    return builder.bitcast(answers, _INT64)
+
+
+def _packed(builder: Any, halves: Any) -> Any:
+    """64 half bytes, a byte each, as 32 bytes: the first of two in the low half."""
+    pairs = builder.bitcast(halves, _vector(32, 16))
+    return builder.trunc(builder.or_(pairs, builder.lshr(pairs, _all(pairs.type, 4))), _vector(32, 8))
+
+
+def _gaps_at(builder: Any, address: Any, free: Any, shift: Any) -> Any:
+    """High parts of the gaps before 64 indices, the first of which is at least ``free``."""
+    kind = _vector(64, 64)
+    indices = _load(builder, address, kind)
+    after = builder.add(indices, _all(kind, 1))
+    last = builder.insert_element(ir.Constant(kind, ir.Undefined), free, ir.IntType(32)(63))
+    order = ir.Constant(_vector(64, 32), [ir.IntType(32)(lane) for lane in (127, *range(63))])
+    gaps = builder.sub(indices, builder.shuffle_vector(after, last, order))
+    return builder.lshr(gaps, _spread(builder, shift, kind))
+
+
+@intrinsic
+def _lowest(_context: Any, mask: Any) -> Any:
+    """The number of the lowest set bit."""
+
+    def code(_: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return types.uint64(mask), code
+
+
+@intrinsic
+def _put_gaps(_context: Any, indices: Any, free: Any, shift: Any, target: Any) -> Any:
+    """The high parts of 64 gaps as bytes to ``target``; returns a bit each for those that do not fit into one."""
+
+    def code(_: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        gaps = _gaps_at(builder, *args[:3])
+        _store(builder, builder.trunc(gaps, _vector(64, 8)), args[3])
+        return _mask(builder, builder.icmp_unsigned(">=", gaps, _all(gaps.type, int(GO_ON))))
+
+    return types.uint64(indices, free, shift, target), code
+
+
+@intrinsic
+def _put_low(_context: Any, indices: Any, free: Any, shift: Any, target: Any) -> Any:
+    """One half byte of each of 64 gaps to ``target``, 32 bytes."""
+
+    def code(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        low = builder.trunc(_gaps_at(builder, *args[:3]), _vector(64, 8))
+        _store(builder, _packed(builder, builder.and_(low, _all(low.type, 15))), args[3])
+        return context.get_dummy_value()
+
+    return types.void(indices, free, shift, target), code
+
+
+@intrinsic
+def _put_nibbles(_context: Any, values: Any, adds: Any, target: Any, element: Any) -> Any:
+    """Nibbles of 64 values to ``target``, 32 bytes; returns a bit each for codes that do not fit, or values of 0."""
+
+    def code(_: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = _vector(64, element.bitwidth)
+        values = _load(builder, args[0], kind)
+        signs = builder.ashr(values, _all(kind, element.bitwidth - 1))
+        zigzag = builder.xor(builder.shl(values, _all(kind, 1)), signs)
+        adds = builder.icmp_unsigned("!=", args[1], _INT64(0))
+        codes = builder.sub(builder.select(adds, zigzag, values), _all(kind, 1))
+        far = builder.icmp_unsigned(">=", codes, _all(kind, int(ESCAPE)))
+        small = builder.select(far, _all(kind, int(ESCAPE)), codes)
+        small = small if element.bitwidth == 8 else builder.trunc(small, _vector(64, 8))
+        _store(builder, _packed(builder, small), args[2])
+        return _mask(builder, far)
+
+    return types.uint64(values, adds, target, element), code
 
 
 @_inlined
@@ -212,170 +172,159 @@ def digest(indices, bits, keys, totals):
 
 
 @_compiled
-def survey(indices, numel, counts):
-    """Counts gaps of at least 254, 254 * 16 and 254 * 256; False unless indices are strictly increasing in range."""
+def survey(indices, begin, end, counts):
+    """Adds to ``counts`` how many gaps before entries ``begin`` to ``end`` are at least 254, 254 * 16 and 254 * 256."""
     far, farther, farthest = U0, U0, U0
-    before, good = U0, True  # the least index that may come
-    for i in range(U(indices.size)):
-        index = indices[i]
-        good &= (index >= before) & (index < numel)
-        gap = index - before
+    if begin == U0 and end > U0:
+        gap = indices[U0]
+        far, farther, farthest = U(gap >= GO_ON), U(gap >= GO_ON << U4), U(gap >= GO_ON << U(8))
+        begin = U1
+    for i in range(begin, end):
+        gap = indices[i] - indices[i - U1] - U1
         far += U(gap >= GO_ON)
         farther += U(gap >= GO_ON << U4)
         farthest += U(gap >= GO_ON << U(8))
-        before = index + U1
-    counts[0], counts[1], counts[2] = far, farther, farthest
-    return good
-
-
-@_compiled
-def write_gaps(indices, low, apart, gaps, long_gaps, ends):
-    """Streams of gaps; ``ends`` gets how many gap bytes and long gaps there are.
-
-    ``apart`` is [low, pairs] and zero; the others are long enough for the gaps of these indices.
-    """
-    shift = U4 * low
-    g, s, before = U0, U0, U0
-    for i in range(U(indices.size)):
-        gap = indices[i] - before
-        before = indices[i] + U1
-        for plane in range(low):
-            apart[plane, i >> U1] |= np.uint8((gap & U15) << ((i & U1) << U2))
-            gap >>= U4
-        if gap >= GO_ON:
-            if gap >= LONG_MIN:
-                long_gaps[s] = gap
-                s += U1
-                gap = LONG
-            else:
-                while gap >= GO_ON:
-                    gaps[g] = np.uint8(GO_ON)
-                    g += U1
-                    gap -= GO_ON
-        gaps[g] = np.uint8(gap)
-        g += U1
-    ends[0], ends[1] = g, s
-    return shift
-
-
-@_compiled
-def write_codes(values, adds, top, nibbles, escapes, words, ends):
-    """Streams of codes; ``ends`` gets how many escapes and words there are.  False if a value is zero.
-
-    ``adds``: 1 for differences, 0 for masks.  ``top``: the sign bit of the width, as uint64.
-    """
-    e, x, half, good = U0, U0, U0, True
-    n = U(values.size)
-    for i in range(n):
-        value = U(values[i])
-        good &= value != U0
-        if adds == U1:
-            # Zigzag of the sign-extended difference: 2d for d > 0, -2d - 1 for d < 0; less 1.  Signs are as good as
-            # random, so a question about them would be guessed wrong every other time.
-            wide = (value ^ top) - top
-            code = ((wide << U1) ^ (U0 - (wide >> U(63)))) - U1
-        else:
-            code = value - U1
-        if code >= ESCAPE:
-            if code >= WORD_MIN:
-                escapes[e] = np.uint8(LONG_CODE)
-                words[x] = code
-                x += U1
-            else:
-                escapes[e] = np.uint8(code - ESCAPE)
-            e += U1
-            code = ESCAPE
-        if i & U1:
-            nibbles[i >> U1] = np.uint8(half | (code << U4))
-        else:
-            half = code
-    if n & U1:
-        nibbles[n >> U1] = np.uint8(half)
-    ends[0], ends[1] = e, x
-    return good
+    counts[0] += far
+    counts[1] += farther
+    counts[2] += farthest
 
 
 @_inlined
-def _high_part(gaps, g, long_gaps, s):
-    """The next high part of a gap, and where the streams go on; BAD if it is not there in its one form."""
-    high, byte = U0, GO_ON
-    while byte == GO_ON:
-        if g >= U(gaps.size) or high >= LONG_MIN:
-            return BAD, g, s
-        byte = U(gaps[g])
-        g += U1
-        high += byte
-    if byte == LONG:
-        if high != LONG or s >= U(long_gaps.size):
-            return BAD, g, s
-        high = U(long_gaps[s])
-        s += U1
-        if high < LONG_MIN:
-            return BAD, g, s
-    elif high >= LONG_MIN:
-        return BAD, g, s
-    return high, g, s
+def _free(indices, i):
+    """The least index that entry ``i`` may have."""
+    return indices[i - U1] + U1 if i > U0 else U0
+
+
+@_inlined
+def _put_gap(gap, gaps, g, long_gaps, s):
+    """Writes what is left of a gap; returns where both streams go on.  Bytes after it may hold anything."""
+    if gap >= LONG_MIN:
+        long_gaps[s] = gap
+        gaps[g] = np.uint8(LONG)
+        return g + U1, s + U1
+    # Three go-ons in any case: where the last byte comes depends on the gap, whether something is written does not.
+    more = U(gap >= GO_ON) + U(gap >= GO_ON * U2) + U(gap >= GO_ON * U3)
+    gaps[g] = np.uint8(GO_ON)
+    gaps[g + U1] = np.uint8(GO_ON)
+    gaps[g + U2] = np.uint8(GO_ON)
+    gaps[g + more] = np.uint8(gap - more * GO_ON)
+    return g + more + U1, s
 
 
 @_compiled
-def read_gaps(apart, low, gaps, long_gaps, numel, indices):
-    """Indices out of streams that may hold anything; False unless they are what ``write_gaps`` writes.
+def write_gaps(indices, begin, end, low, apart, gaps, long_gaps, ends):
+    """Streams of the gaps before entries ``begin``, a multiple of BLOCK, to ``end``.
 
-    ``apart`` is [low, pairs] with a pair for every two of ``indices``.
+    Args:
+        indices: uint64, shape [n]; the last is below 2**63.
+        begin: uint64.
+        end: uint64.
+        low: uint64: half bytes to keep apart.
+        apart: uint8, shape [low, pairs of all entries], zero where the last entries go.
+        gaps: uint8, with room for what indices in order take, and for GAP_ROOM more.
+        long_gaps: unsigned, with room for what indices in order take, and for BLOCK more.
+        ends: uint64: gets how many gap bytes, long gaps, and gaps of at least 254 there are.
+
+    Returns:
+        False if indices are not strictly increasing, from the one before the first to none above the very last.
     """
-    n, shift = U(indices.size), U4 * low
-    if numel == U0:
-        return n + U(gaps.size) + U(long_gaps.size) == U0
-    most = (numel - U1) >> shift
-    g, s, free = U0, U0, U0  # free: the least index that may come
-    for i in range(n):
-        gap, g, s = _high_part(gaps, g, long_gaps, s)
-        if gap > most:
+    shift, pairs = U4 * low, U(apart.shape[1])
+    g, s, far_count, i = U0, U0, U0, begin
+    last = indices[indices.size - 1] if begin < end else U0  # nothing lies beyond, so nothing here wraps around
+    source, low_at, gaps_at = U(indices.ctypes.data), U(apart.ctypes.data), U(gaps.ctypes.data)
+    while i < end:
+        if g + GAP_ROOM > U(gaps.size) or s + BLOCK > U(long_gaps.size):
             return False
-        gap <<= shift
+        free = _free(indices, i)
+        stop, far = end, BAD
+        if i + BLOCK <= end:
+            stop = i + BLOCK
+            far = _put_gaps(source + U(8) * i, free, shift, gaps_at + g)
+            for plane in range(low):
+                _put_low(source + U(8) * i, free, U4 * plane, low_at + plane * pairs + (i >> U1))
+        if far == U0:
+            g += BLOCK
+        else:
+            for k in range(i, stop):
+                if indices[k] < free or indices[k] > last:
+                    return False
+                gap = indices[k] - free
+                free = indices[k] + U1
+                far_count += U(gap >= GO_ON)
+                g, s = _put_gap(gap >> shift, gaps, g, long_gaps, s)
+            if i + BLOCK > end:
+                _put_last_low(indices, i, end, low, apart)
+        i = stop
+    ends[0], ends[1], ends[2] = g, s, far_count
+    return True
+
+
+@_inlined
+def _put_last_low(indices, begin, end, low, apart):
+    """Half bytes of the entries after the last whole block."""
+    for k in range(begin, end):
+        gap = indices[k] - _free(indices, k)
         for plane in range(low):
-            gap |= ((U(apart[plane, i >> U1]) >> ((i & U1) << U2)) & U15) << (plane << U2)
-        if free >= numel or gap >= numel - free:
-            return False
-        indices[i] = free + gap
-        free += gap + U1
-    if n & U1:
-        for plane in range(low):
-            if apart[plane, n >> U1] > U15:
-                return False
-    return g == U(gaps.size) and s == U(long_gaps.size)
+            apart[plane, k >> U1] |= np.uint8((gap & U15) << ((k & U1) << U2))
+            gap >>= U4
 
 
 @_compiled
-def read_codes(nibbles, escapes, words, adds, most, values):
-    """Values out of streams that may hold anything; False unless they are what ``write_codes`` writes.
+def write_codes(values, begin, end, adds, top, nibbles, escapes, words, ends):
+    """Streams of the codes of entries ``begin``, a multiple of BLOCK, to ``end``; False if a value is zero.
 
-    ``most`` is the largest code of the width; ``nibbles`` has one for every two of ``values``.
+    Args:
+        values: unsigned, shape [n].
+        begin: uint64.
+        end: uint64.
+        adds: uint64: 1 for differences, 0 for masks.
+        top: uint64: the sign bit of the width.
+        nibbles: uint8, shape [pairs of all entries], zero where the last entries go.
+        escapes: uint8, with room for as many as entries.
+        words: as ``values``, with room for as many as entries.
+        ends: uint64: gets how many escapes and words there are.
     """
-    e, x = U0, U0
-    e_end, x_end = U(escapes.size), U(words.size)
-    n = U(values.size)
-    for i in range(n):
-        code = (U(nibbles[i >> U1]) >> ((i & U1) << U2)) & U15
-        if code == ESCAPE:
-            if e >= e_end:
+    e, x, i = U0, U0, begin
+    width, source, target = U(values.itemsize), U(values.ctypes.data), U(nibbles.ctypes.data)
+    while i + BLOCK <= end:
+        far = _put_nibbles(source + width * i, adds, target + (i >> U1), values[i])
+        while far != U0:
+            code = _code(U(values[i + _lowest(far)]), adds, top)
+            if code == BAD:
                 return False
-            code = U(escapes[e]) + ESCAPE
-            e += U1
-            if code == WORD_MIN:
-                if x >= x_end:
-                    return False
-                code = U(words[x])
-                x += U1
-                if code < WORD_MIN:
-                    return False
-            if code > most:
-                return False
-        code += U1
-        values[i] = (code >> U1) ^ (U0 - (code & U1)) if adds == U1 else code
-    if n & U1 and nibbles[n >> U1] > U15:
-        return False
-    return e == e_end and x == x_end
+            e, x = _put_escape(code, escapes, e, words, x)
+            far &= far - U1
+        i += BLOCK
+    for k in range(i, end):
+        code = _code(U(values[k]), adds, top)
+        if code == BAD:
+            return False
+        if code >= ESCAPE:
+            e, x = _put_escape(code, escapes, e, words, x)
+            code = ESCAPE
+        nibbles[k >> U1] |= np.uint8(code << ((k & U1) << U2))
+    ends[0], ends[1] = e, x
+    return True
+
+
+@_inlined
+def _code(value, adds, top):
+    """BAD for a value of zero."""
+    if adds == U1:
+        # Zigzag of the sign-extended difference: 2d for d > 0, -2d - 1 for d < 0; less 1.
+        wide = (value ^ top) - top
+        return ((wide << U1) ^ (U0 - (wide >> U(63)))) - U1
+    return value - U1
+
+
+@_inlined
+def _put_escape(code, escapes, e, words, x):
+    if code >= WORD_MIN:
+        escapes[e] = np.uint8(LONG_CODE)
+        words[x] = code
+        return e + U1, x + U1
+    escapes[e] = np.uint8(code - ESCAPE)
+    return e + U1, x
 
 
 @_compiled
@@ -389,19 +338,3 @@ def split_words(values, rotate, top_shift, planes):
         for p in range(width):
             planes[p, i] = np.uint8(word & U(0xFF))
             word >>= U(8)
-
-
-@_compiled
-def join_words(plane, p, words):
-    """Puts byte p into every word; as many as words."""
-    shift = U(8) * p
-    for i in range(U(words.size)):
-        words[i] |= U(plane[i]) << shift
-
-
-@_compiled
-def rotate_right(words, top_shift, values):
-    """Words rotated right by one bit within their width."""
-    for i in range(U(words.size)):
-        word = U(words[i])
-        values[i] = (word >> U1) | ((word & U1) << top_shift)

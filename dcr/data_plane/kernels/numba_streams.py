@@ -1,8 +1,13 @@
-"""Kernels for shards and streams on the CPU, compiled by numba; what they refuse, the reference refuses by name."""
+"""Kernels for shards and streams on the CPU, compiled by numba; what they refuse, the reference refuses by name.
+
+Shards and items are cut into slices, however few they are, so that one large item keeps every thread busy.  A slice of
+an item begins at a multiple of 64 entries, where half bytes and vectors begin; what its gaps and codes take in the
+streams is written apart and joined, or counted first where it is read, so that the bytes do not depend on the cuts.
+"""
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,19 +19,28 @@ from dcr.data_plane.bits import bits_dtype
 from dcr.data_plane.codec import Bytes, ItemBytes, long_gap_bytes
 from dcr.data_plane.content_digest import ContentDigest, digest_keys
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.kernels import compiled_reading as reading
+from dcr.data_plane.kernels import compiled_scan as scan
 from dcr.data_plane.kernels import compiled_streams as compiled
 from dcr.data_plane.kernels.stream_kernels import A, B, Difference, TorchStreamKernels
-from dcr.data_plane.streams import encode_streams, low_count
+from dcr.data_plane.streams import BYTE_ESCAPE, GO_ON, LONG_GAP_MIN, encode_streams, low_count
 from dcr.protocol.errors import DcrError
 
 Words = npt.NDArray[Any]  # of some unsigned width
+Span = tuple[int, int]
 
 _GRAIN = 1 << 16
 """Elements, entries or bytes below which a thread of its own does not pay."""
 _SLICES = 4
 """Slices a thread: enough that threads which do not get a core all the time still end together."""
-_BLOCK = int(compiled.WORDS) + 1
-_WORD = 8
+_BLOCK = int(compiled.BLOCK)
+_SPARSE = 183
+"""Elements a change above which, at uniform positions, more than a quarter of the gaps exceed a byte."""
+_RUN = 4
+"""Bytes of 254 in a row that are no gap."""
+_HALF = 15
+"""The most that half a byte holds."""
+_NOTHING = np.empty(0, np.uint8)
 _REFERENCE = TorchStreamKernels()
 
 
@@ -34,20 +48,18 @@ class NumbaStreamKernels:
     """Stream kernels for host memory.
 
     Args:
-        threads: how many work at a time; by default as many as the process may use cores.
+        threads: how many work at a time, the caller's included; by default as many as the process may use cores.
     """
 
     def __init__(self, threads: int = 0) -> None:
         self._threads = threads or len(os.sched_getaffinity(0))
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dcr-streams")
+        self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), thread_name_prefix="dcr-streams")
 
-    def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
+    def differences(self, old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Difference:
         """See :meth:`StreamKernels.differences`."""
         ours, theirs = _words(old), _words(new)
-        found = self._map(lambda span: _differences(ours, theirs, *span), self._cuts(ours.size))
-        positions, before, after = (
-            part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*found, strict=True)
-        )
+        found = self._map(lambda span: _differences(ours, theirs, start, *span), self._cuts(ours.size))
+        positions, before, after = (_joined(part) for part in zip(*found, strict=True))
         return Difference(torch.from_numpy(positions.view(np.int64)), _bits(before, old.dtype), _bits(after, old.dtype))
 
     def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
@@ -67,15 +79,15 @@ class NumbaStreamKernels:
     def encode(self, item: Item) -> ItemBytes:
         """See :meth:`StreamKernels.encode`."""
         spec, indices, values = item.spec, _words(item.indices), _words(item.values)
-        counts = np.zeros(3, np.uint64)
-        if not compiled.survey(indices, np.uint64(min(spec.numel, 1 << 63)), counts):
+        if indices.size and int(indices[-1]) >= spec.numel:
             return _refused(item)
-        layout = low_count([int(count) for count in counts], indices.size)
-        gaps = _write_gaps(spec, indices, layout)
+        written = self._write_gaps(spec, indices)
+        if written is None:
+            return _refused(item)
+        layout, gaps = written
         if item.operation is Operation.SET:
-            nothing = np.empty(0, np.uint8)
-            return ItemBytes(layout, (*gaps, nothing, nothing, *_planes(values, values.itemsize, rotate=True)))
-        codes = _write_codes(values, item.operation)
+            return ItemBytes(layout, (*gaps, _NOTHING, _NOTHING, *_planes(values, values.itemsize, rotate=True)))
+        codes = self._write_codes(values, item.operation)
         if codes is None:
             return _refused(item)
         nibbles, escapes, words = codes
@@ -83,9 +95,9 @@ class NumbaStreamKernels:
 
     def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
         """See :meth:`StreamKernels.decode`."""
-        indices = np.empty(entries, np.uint64)
-        values = np.empty(entries, f"u{spec.dtype.itemsize}")
-        if not _read(spec, operation, written, indices, values):
+        indices = self._read_gaps(spec, entries, written)
+        values = None if indices is None else self._read_values(spec, operation, entries, written)
+        if indices is None or values is None:
             item = _REFERENCE.decode(spec, operation, entries, written)
             raise DcrError(
                 f"the compiled kernels refuse what the reference reads in item {item.spec.name}: report this"
@@ -106,16 +118,196 @@ class NumbaStreamKernels:
             filled += size
         return [result for results in self._map(lambda group: [work(t) for t in group], groups) for result in results]
 
-    def _cuts(self, total: int) -> list[tuple[int, int]]:
-        """Slices of what is counted from 0 up to ``total``; at least one."""
+    def _cuts(self, total: int) -> list[Span]:
+        """Slices of what is counted from 0 up to ``total``, at multiples of a block; at least one."""
         slices = max(1, min(-(-total // _GRAIN), self._threads * _SLICES if self._threads > 1 else 1))
-        bounds = [*(total * k // slices for k in range(slices)), total]
+        bounds = [*(total * k // slices // _BLOCK * _BLOCK for k in range(slices)), total]
         return list(itertools.pairwise(bounds))
 
     def _map(self, work: Callable[[A], B], things: Sequence[A]) -> list[B]:
+        """What ``work`` gives for each thing.
+
+        The calling thread takes from the end what no other has begun, so work may itself call this: nobody waits for
+        what has not begun.
+        """
         if len(things) == 1 or self._threads == 1:
             return [work(thing) for thing in things]
-        return list(self._pool.map(work, things))
+        futures = [self._pool.submit(work, thing) for thing in things]
+        try:
+            results = [
+                work(thing) if future.cancel() else future.result()
+                for thing, future in zip(reversed(things), reversed(futures), strict=True)
+            ]
+        finally:
+            for future in futures:
+                future.cancel()
+        return results[::-1]
+
+    def _write_gaps(self, spec: TensorSpec, indices: Words) -> tuple[int, tuple[Bytes, Bytes, Bytes]] | None:
+        """Layout, and streams low, gaps and long_gaps; None unless indices are strictly increasing."""
+        entries = indices.size
+        layout = 0
+        if entries and int(indices[-1]) - int(indices[0]) > _SPARSE * entries:
+            layout = self._layout(indices)
+        found = self._write_gaps_in(spec, indices, layout)
+        if found is None:
+            return None
+        far, gaps = found
+        if layout == 0 and low_count([far], entries):  # not found to be worth a look before
+            layout = self._layout(indices)
+            found = self._write_gaps_in(spec, indices, layout)
+            assert found is not None, "the indices changed while they were written"
+            gaps = found[1]
+        return layout, gaps
+
+    def _layout(self, indices: Words) -> int:
+        def work(span: Span) -> Words:
+            counts = np.zeros(3, np.uint64)
+            compiled.survey(indices, np.uint64(span[0]), np.uint64(span[1]), counts)
+            return counts
+
+        counts = sum(self._map(work, self._cuts(indices.size)), np.zeros(3, np.uint64))
+        return low_count([int(count) for count in counts], indices.size)
+
+    def _write_gaps_in(
+        self, spec: TensorSpec, indices: Words, layout: int
+    ) -> tuple[int, tuple[Bytes, Bytes, Bytes]] | None:
+        """How many gaps are at least 254, and the streams in a layout."""
+        apart = np.zeros((layout, (indices.size + 1) // 2), np.uint8)
+
+        def work(span: Span) -> tuple[int, Bytes, Bytes] | None:
+            begin, end = span
+            entries = end - begin
+            # All high parts of a slice together are no more, if indices increase; the kernel stops where they do not.
+            reach = int(indices[end - 1]) + 1 - (int(indices[begin - 1]) + 1 if begin else 0) if entries else 0
+            reach = max(reach, 0) >> 4 * layout
+            gaps = np.empty(entries + min(3 * entries, reach // GO_ON) + int(compiled.GAP_ROOM), np.uint8)
+            long_gaps = np.empty(min(entries, reach // LONG_GAP_MIN) + _BLOCK, f"u{long_gap_bytes(spec)}")
+            ends = np.zeros(3, np.uint64)
+            bounds = np.uint64(begin), np.uint64(end)
+            if not compiled.write_gaps(indices, *bounds, np.uint64(layout), apart, gaps, long_gaps, ends):
+                return None
+            return int(ends[2]), gaps[: ends[0]], long_gaps[: ends[1]].view(np.uint8)
+
+        found = self._map(work, self._cuts(indices.size))
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
+            return None
+        far, gaps, long_gaps = zip(*parts, strict=True)
+        return sum(far), (apart.reshape(-1), _joined(gaps), _joined(long_gaps))
+
+    def _write_codes(self, values: Words, operation: Operation) -> tuple[Bytes, Bytes, Words] | None:
+        """Streams nibbles and escapes, and the words; None if a value is zero."""
+        nibbles = np.zeros((values.size + 1) // 2, np.uint8)
+        adds, top = np.uint64(operation is Operation.ADD), np.uint64(1 << 8 * values.itemsize - 1)
+
+        def work(span: Span) -> tuple[Bytes, Words] | None:
+            begin, end = span
+            escapes, words = np.empty(end - begin, np.uint8), np.empty(end - begin, values.dtype)
+            ends, bounds = np.zeros(2, np.uint64), (np.uint64(begin), np.uint64(end))
+            if not compiled.write_codes(values, *bounds, adds, top, nibbles, escapes, words, ends):
+                return None
+            return escapes[: ends[0]], words[: ends[1]]
+
+        found = self._map(work, self._cuts(values.size))
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
+            return None
+        escapes, words = zip(*parts, strict=True)
+        return nibbles, _joined(escapes), _joined(words)
+
+    def _read_gaps(self, spec: TensorSpec, entries: int, written: ItemBytes) -> Words | None:
+        """Indices from streams that may hold anything; None unless they are those of an item."""
+        low, gaps, long_bytes = written.parts[:3]
+        layout, pairs = written.layout, (entries + 1) // 2
+        if low.size != layout * pairs or long_bytes.size % long_gap_bytes(spec):
+            return None
+        apart = low.reshape(layout, pairs)
+        if entries % 2 and bool((apart[:, -1:] > _HALF).any()):
+            return None
+        # Copied, since a stream may be cut between two numbers.
+        long_gaps = np.array(long_bytes).view(f"u{long_gap_bytes(spec)}")
+        spans = self._gap_spans(gaps, entries, long_gaps.size)
+        if spans is None or spec.numel == 0:
+            return None if gaps.size or long_gaps.size or entries else np.empty(0, np.uint64)
+        indices = np.empty(entries, np.uint64)
+        numel = np.uint64(spec.numel)
+
+        def work(span: Words) -> bool:
+            return bool(reading.read_gaps(apart, np.uint64(layout), gaps, span, long_gaps, numel, indices))
+
+        if not all(self._map(work, spans)):
+            return None
+        bases = [0, *itertools.accumulate(int(span[6]) for span in spans)]
+        if bases[-1] > spec.numel:
+            return None
+        moves = [(int(span[4]), int(span[5]), base) for span, base in zip(spans, bases, strict=False) if base]
+        self._map(lambda move: reading.move_on(indices, *map(np.uint64, move)), moves)
+        return indices
+
+    def _gap_spans(self, gaps: Bytes, entries: int, long_gaps: int) -> list[Words] | None:
+        """What each slice of the gap bytes reads, for ``read_gaps``; None if they are not of so many gaps."""
+        bounds = self._cuts(gaps.size)
+        if len(bounds) == 1:
+            return [np.array([0, gaps.size, 0, long_gaps, 0, entries, 0], np.uint64)]
+        starts = [0, *(_gap_end(gaps, begin) for begin, _ in bounds[1:]), gaps.size]
+        slices = list(itertools.pairwise(starts))
+
+        def work(span: Span) -> Words:
+            counts = np.zeros(2, np.uint64)
+            reading.count_gaps(gaps, np.uint64(span[0]), np.uint64(span[1]), counts)
+            return counts
+
+        counts = np.cumsum([np.zeros(2, np.uint64), *self._map(work, slices)], axis=0)
+        if counts[-1].tolist() != [entries, long_gaps]:
+            return None
+        return [
+            np.array([*span, before[1], after[1], before[0], after[0], 0], np.uint64)
+            for span, (before, after) in zip(slices, itertools.pairwise(counts), strict=True)
+        ]
+
+    def _read_values(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Words | None:
+        """Values from streams that may hold anything; None unless they are those of an item."""
+        nibbles, escapes, *planes = written.parts[3:]
+        width, count = spec.dtype.itemsize, planes[0].size
+        is_set = operation is Operation.SET
+        if any(plane.size != count for plane in planes[:width]) or nibbles.size != (
+            0 if is_set else (entries + 1) // 2
+        ):
+            return None
+        words = np.zeros(count, f"u{width}")
+        for p, plane in enumerate(planes[:width]):
+            reading.join_words(plane, np.uint64(p), words)
+        values = np.empty(entries, words.dtype)
+        if is_set:
+            if (count, escapes.size) != (entries, 0):
+                return None
+            reading.rotate_right(words, np.uint64(8 * width - 1), values)
+            return values
+        if entries % 2 and nibbles[-1] > _HALF:
+            return None
+        return values if self._read_codes(nibbles, escapes, words, operation, values) else None
+
+    def _read_codes(self, nibbles: Bytes, escapes: Bytes, words: Words, operation: Operation, values: Words) -> bool:
+        slices = self._cuts(values.size)
+        adds, most = np.uint64(operation is Operation.ADD), np.uint64((1 << 8 * values.itemsize) - 2)
+        starts = [0]
+        if len(slices) > 1:
+            counted = self._map(lambda s: int(reading.count_codes(nibbles, *map(np.uint64, s))), slices[:-1])
+            starts += itertools.accumulate(counted)
+        if max(starts) > escapes.size:
+            return False
+        starts.append(escapes.size)
+        long_codes = np.cumsum(
+            [0, *(np.count_nonzero(escapes[a:b] == BYTE_ESCAPE) for a, b in itertools.pairwise(starts))]
+        )
+
+        def work(k: int) -> bool:
+            span = np.array([*slices[k], *starts[k : k + 2], long_codes[k]], np.uint64)
+            good = reading.read_codes(nibbles, escapes, words, span, adds, most, values)
+            return bool(good) and int(span[4]) == long_codes[k + 1]
+
+        return all(self._map(work, range(len(slices)))) and long_codes[-1] == words.size
 
 
 def _words(tensor: torch.Tensor) -> Words:
@@ -129,26 +321,31 @@ def _bits(words: Words, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(words.view(f"u{words.itemsize}" if dtype == torch.uint8 else f"i{words.itemsize}"))
 
 
-def _differences(old: Words, new: Words, start: int, stop: int) -> tuple[Words, Words, Words]:
+def _joined(parts: Sequence[Words]) -> Words:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _differences(old: Words, new: Words, first: int, start: int, stop: int) -> tuple[Words, Words, Words]:
     old, new = old[start:stop], new[start:stop]
-    phase = old.ctypes.data % _WORD
-    lanes = _WORD // old.itemsize
-    head = min((_WORD - phase) % _WORD // old.itemsize, old.size)
-    if new.ctypes.data % _WORD != phase:  # no word begins in both
-        head = old.size
-    whole = (old.size - head) // lanes
-    words = [array[head : head + whole * lanes].view(np.uint64) for array in (old, new)]
-    layout, resume = np.array([head, lanes, start], np.uint64), np.zeros(2, np.uint64)
-    room = head + max(old.size // 16, lanes * _BLOCK)
+    resume, base = np.zeros(2, np.uint64), np.uint64(first + start)
+    room = max(old.size // 16, 16 * _BLOCK)
     found = tuple(np.empty(room, kind) for kind in (np.uint64, old.dtype, old.dtype))
-    compiled.differences(old, new, *words, layout, resume, *found)
-    while resume[0] <= whole:
+    scan.differences(old, new, base, resume, *found)
+    while resume[0] < old.size:
         room *= 4
         found = tuple(np.concatenate((part, np.empty(room - part.size, part.dtype))) for part in found)
-        compiled.differences(old, new, *words, layout, resume, *found)
+        scan.differences(old, new, base, resume, *found)
     count = int(resume[1])
     positions, before, after = (part[:count] if 4 * count > room else part[:count].copy() for part in found)
     return positions, before, after
+
+
+def _gap_end(gaps: Bytes, at: int) -> int:
+    """Where the next gap begins at or soon after a place; what goes on for longer is no gap, and cut anywhere."""
+    for _ in range(_RUN):
+        if at < gaps.size and gaps[at - 1] == GO_ON:
+            at += 1
+    return at
 
 
 def _refused(item: Item) -> ItemBytes:
@@ -156,58 +353,7 @@ def _refused(item: Item) -> ItemBytes:
     raise DcrError(f"the compiled kernels refuse item {item.spec.name}, the reference does not: report this")
 
 
-def _write_gaps(spec: TensorSpec, indices: Words, layout: int) -> tuple[Bytes, Bytes, Bytes]:
-    """Streams low, gaps and long_gaps."""
-    entries = indices.size
-    reach = (int(indices[-1]) + 1 if entries else 0) >> 4 * layout  # all high parts together are no more
-    apart = np.zeros((layout, (entries + 1) // 2), np.uint8)
-    gaps = np.empty(entries + min(3 * entries, reach // 254), np.uint8)
-    long_gaps = np.empty(min(entries, reach // 1016), f"u{long_gap_bytes(spec)}")
-    ends = np.zeros(2, np.uint64)
-    compiled.write_gaps(indices, np.uint64(layout), apart, gaps, long_gaps, ends)
-    return apart.reshape(-1), gaps[: ends[0]], long_gaps[: ends[1]].view(np.uint8)
-
-
-def _write_codes(values: Words, operation: Operation) -> tuple[Bytes, Bytes, Words] | None:
-    """Streams nibbles and escapes, and the words; None if a value is zero."""
-    entries = values.size
-    nibbles = np.empty((entries + 1) // 2, np.uint8)
-    escapes, words, ends = np.empty(entries, np.uint8), np.empty(entries, values.dtype), np.zeros(2, np.uint64)
-    adds, top = np.uint64(operation is Operation.ADD), np.uint64(1 << 8 * values.itemsize - 1)
-    if not compiled.write_codes(values, adds, top, nibbles, escapes, words, ends):
-        return None
-    return nibbles, escapes[: ends[0]], words[: ends[1]]
-
-
-def _planes(words: Words, width: int, *, rotate: bool) -> Iterable[Bytes]:
+def _planes(words: Words, width: int, *, rotate: bool) -> tuple[Bytes, ...]:
     planes = np.empty((width, words.size), np.uint8)
     compiled.split_words(words, np.uint64(rotate), np.uint64(8 * width - 1), planes)
-    return (*planes, *[np.empty(0, np.uint8)] * (8 - width))
-
-
-def _read(spec: TensorSpec, operation: Operation, written: ItemBytes, indices: Words, values: Words) -> bool:
-    """Fill indices and values from streams that may hold anything; False unless they are those of an item."""
-    low, gaps, long_bytes, nibbles, escapes, *planes = written.parts
-    entries, pairs, width = indices.size, (indices.size + 1) // 2, spec.dtype.itemsize
-    is_set = operation is Operation.SET
-    count = planes[0].size
-    if (
-        (low.size, nibbles.size) != (written.layout * pairs, 0 if is_set else pairs)
-        or any(plane.size != count for plane in planes[:width])
-        or (is_set and (count, escapes.size) != (entries, 0))
-        or long_bytes.size % long_gap_bytes(spec)
-    ):
-        return False
-    # Copied, since a stream may be cut between two numbers.
-    long_gaps = np.array(long_bytes).view(f"u{long_gap_bytes(spec)}")
-    apart, layout = low.reshape(written.layout, pairs), np.uint64(written.layout)
-    if not compiled.read_gaps(apart, layout, gaps, long_gaps, np.uint64(spec.numel), indices):
-        return False
-    words = np.zeros(count, values.dtype)
-    for p, plane in enumerate(planes[:width]):
-        compiled.join_words(plane, np.uint64(p), words)
-    if is_set:
-        compiled.rotate_right(words, np.uint64(8 * width - 1), values)
-        return True
-    adds, most = np.uint64(operation is Operation.ADD), np.uint64((1 << 8 * width) - 2)
-    return bool(compiled.read_codes(nibbles, escapes, words, adds, most, values))
+    return (*planes, *[_NOTHING] * (8 - width))

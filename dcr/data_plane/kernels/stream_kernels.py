@@ -33,12 +33,13 @@ class Difference:
 class StreamKernels(Protocol):
     """One backend.  All give the same bits, and the same bytes, for the same input."""
 
-    def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
+    def differences(self, old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Difference:
         """Compare and compact: where two bit views differ, and the bits there.
 
         Args:
             old: stored bits, shape [n], of ``bits_dtype``; in host memory, or on the device of ``new``.
             new: the same.
+            start: the position in the shard of the first bit, from which positions count.
         """
 
     def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
@@ -62,7 +63,7 @@ class StreamKernels(Protocol):
         """What ``work`` gives for each of some things, in order, on as many threads as this backend has.
 
         Args:
-            work: may call ``encode`` and ``decode``, and nothing else of this backend.
+            work: may call this backend.
             things: any.
             sizes: of each thing, about how many bytes or entries it is to work on.
         """
@@ -71,11 +72,11 @@ class StreamKernels(Protocol):
 class TorchStreamKernels:
     """The reference: obviously right, on any device."""
 
-    def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
+    def differences(self, old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Difference:
         """See :meth:`StreamKernels.differences`."""
         old = old.to(new.device)
         positions = (old != new).nonzero().flatten()
-        return Difference(positions.cpu(), old[positions].cpu(), new[positions].cpu())
+        return Difference((positions + start).cpu(), old[positions].cpu(), new[positions].cpu())
 
     def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
         """See :meth:`StreamKernels.digest`."""
