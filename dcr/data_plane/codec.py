@@ -1,6 +1,7 @@
 """The streams of all items of a payload as bytes: joined item after item, each stream one zstd frame."""
 
 import enum
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -8,9 +9,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 import zstandard
 
-from dcr.data_plane.item import Operation, TensorSpec
+from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.streams import LOW_MAX, ItemStreams
 from dcr.protocol.errors import CorruptPayloadError
 
@@ -25,6 +27,17 @@ _SHORT_INDEX_MAX = 1 << 32
 Bytes = npt.NDArray[np.uint8]
 Counts = tuple[int, int, int, int]
 """What an item's header states of its streams: bytes of gaps, numbers of long gaps, escapes and words."""
+
+
+class _Contexts(threading.local):
+    """A thread's zstd contexts: to make one costs as much as to compress a small stream."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts = _Contexts()
 
 
 class StreamCodec(enum.IntEnum):
@@ -67,6 +80,15 @@ def counts_of(spec: TensorSpec, written: ItemBytes) -> Counts:
     return gaps, long_gaps // long_gap_bytes(spec), escapes, first
 
 
+def entry_digest(item: Item) -> bytes:
+    """XXH3-128 (big-endian) over the indices as int64, then the values, both little-endian."""
+    h = xxhash.xxh3_128()
+    for tensor in (item.indices, item.values):
+        array = tensor.cpu().contiguous().numpy()
+        h.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return h.digest()
+
+
 def to_bytes(spec: TensorSpec, layout: int, streams: ItemStreams) -> ItemBytes:
     """One item's bytes for each of ``STREAMS``, little-endian."""
     long_gaps = streams.long_gaps.cpu().numpy().astype(f"<u{long_gap_bytes(spec)}").view(np.uint8)
@@ -96,7 +118,7 @@ def split(stream: Bytes, sizes: Sequence[int]) -> list[Bytes]:
 
 def compress(raw: Bytes) -> tuple[StreamCodec, bytes]:
     """One zstd frame that states its content size, or the bytes as they are where that is no longer."""
-    frame = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw.data) if raw.size else b""
+    frame = _contexts.compressor.compress(raw.data) if raw.size else b""
     return (StreamCodec.ZSTD, frame) if len(frame) < raw.size else (StreamCodec.RAW, raw.tobytes())
 
 
@@ -113,7 +135,7 @@ def decompress(codec: StreamCodec, wire: memoryview, raw_bytes: int) -> Bytes:
         stated = zstandard.get_frame_parameters(wire).content_size
         if stated != raw_bytes:
             raise CorruptPayloadError(f"its frame states {stated} bytes, the header {raw_bytes}")
-        raw = zstandard.ZstdDecompressor().decompress(wire, max_output_size=raw_bytes, allow_extra_data=False)
+        raw = _contexts.decompressor.decompress(wire, max_output_size=raw_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptPayloadError(f"not one whole zstd frame: {error}") from error
     if len(raw) != raw_bytes:

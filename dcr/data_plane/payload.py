@@ -52,12 +52,13 @@ def encode_payload(
     kernels = kernels or stream_kernels(i.indices for i in items)
 
     def write(item: Item) -> tuple[ItemHeader, tuple[codec.Bytes, ...]]:
-        written = kernels.encode(item)
-        return _item_header(item, written), written.parts
+        written, digest = kernels.encode(item)
+        return _item_header(item, written, digest), written.parts
 
     written = kernels.each(write, items, [item.entries for item in items])
     _check_disjoint(items)
-    raws = [np.concatenate(column) for column in zip(*(parts for _, parts in written), strict=True)]
+    columns = zip(*(parts for _, parts in written), strict=True)
+    raws = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
     raw_bytes = [raw.size for raw in raws]
     streams, wires = [], kernels.each(codec.compress, raws, raw_bytes)
     for k, (how, wire) in enumerate(wires):
@@ -176,8 +177,8 @@ def _decode_items(header: PayloadHeader, data: memoryview, skip: Container[str],
     def read(found: tuple[ItemHeader, tuple[codec.Bytes, ...]]) -> Item:
         stated, parts = found
         written = codec.ItemBytes(stated.codec, parts)
-        item = kernels.decode(stated.spec, stated.operation, stated.entries, written)
-        if _entry_digest(item) != stated.digest:
+        item, digest = kernels.decode(stated.spec, stated.operation, stated.entries, written)
+        if digest != stated.digest:
             raise CorruptPayloadError(f"item {stated.name!r}: decoded entries do not match their digest")
         return item
 
@@ -193,7 +194,7 @@ def _decompressed(found: tuple[StreamHeader, memoryview]) -> codec.Bytes:
         raise CorruptPayloadError(f"stream {codec.STREAMS[stream.stream]}: {error}") from error
 
 
-def _item_header(item: Item, written: codec.ItemBytes) -> ItemHeader:
+def _item_header(item: Item, written: codec.ItemBytes, digest: bytes) -> ItemHeader:
     return ItemHeader(
         name=item.spec.name,
         dtype=dtype_name(item.spec.dtype),
@@ -202,7 +203,7 @@ def _item_header(item: Item, written: codec.ItemBytes) -> ItemHeader:
         codec=written.layout,
         entries=item.entries,
         counts=codec.counts_of(item.spec, written),
-        digest=_entry_digest(item),
+        digest=digest,
     )
 
 
@@ -210,14 +211,6 @@ def _wire_digest(*parts: bytes | bytearray | memoryview) -> bytes:
     h = xxhash.xxh3_128()
     for part in parts:
         h.update(part)
-    return h.digest()
-
-
-def _entry_digest(item: Item) -> bytes:
-    h = xxhash.xxh3_128()
-    for tensor in (item.indices, item.values):
-        array = tensor.cpu().contiguous().numpy()
-        h.update(array.astype(array.dtype.newbyteorder("<"), copy=False).data)
     return h.digest()
 
 

@@ -168,26 +168,26 @@ def count_gaps(gaps, begin, end, counts):
 
 
 @_compiled
-def read_gaps(apart, low, gaps, spans, long_gaps, numel, indices):
+def read_gaps(apart, low, gaps, spans, stop_at, long_gaps, numel, indices):
     """Indices out of streams that may hold anything; False unless they are what ``write_gaps`` writes.
 
     Args:
         apart: uint8, shape [low, pairs of all entries].
         low: uint64: half bytes kept apart.
         gaps: uint8.
-        spans: uint64: the gap bytes, long gaps and entries to read, from and to each; then gets how many elements lie
-            before the last entry's end, counted from the end of the entry before the first, where indices count from.
+        spans: uint64: where gap bytes begin and end, and long gaps, and entries; then the least index that may come.
+            All but the ends are brought forward.  Indices count from the end of the entry before the slice.
+        stop_at: uint64: the entry before which to stop, at most where they end.
         long_gaps: unsigned.
         numel: uint64: elements of the tensor, at least 1.
         indices: uint64, shape [n].
     """
-    g, g_end, s, s_end, i, i_end = spans[0], spans[1], spans[2], spans[3], spans[4], spans[5]
+    g, g_end, s, i, free = spans[0], spans[1], spans[2], spans[4], spans[6]
     shift = U4 * low
-    most, free = (numel - U1) >> shift, U0  # free: the least index that may come
-    source = U(gaps.ctypes.data)
-    while i < i_end:
+    most, source = (numel - U1) >> shift, U(gaps.ctypes.data)
+    while i < stop_at:
         stop = min(g + BLOCK, g_end)
-        if low == U0 and g + BLOCK <= g_end and i + BLOCK <= i_end:
+        if low == U0 and g + BLOCK <= g_end and i + BLOCK <= stop_at:
             go_on = _equal(source + g, GO_ON)
             too_far = go_on & (go_on >> U1) & (go_on >> U2) & (go_on >> U3)
             if too_far | _equal(source + g, LONG) == U0:
@@ -207,10 +207,10 @@ def read_gaps(apart, low, gaps, spans, long_gaps, numel, indices):
             indices[i] = free + gap
             free += gap + U1
             i += U1
-            if i >= i_end or g >= stop:
+            if i >= stop_at or g >= stop:
                 break
-    spans[6] = free
-    return g == g_end and s == s_end
+    spans[0], spans[2], spans[4], spans[6] = g, s, i, free
+    return True
 
 
 @_inlined

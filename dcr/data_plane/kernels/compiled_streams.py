@@ -223,13 +223,13 @@ def write_gaps(indices, begin, end, low, apart, gaps, long_gaps, ends):
         apart: uint8, shape [low, pairs of all entries], zero where the last entries go.
         gaps: uint8, with room for what indices in order take, and for GAP_ROOM more.
         long_gaps: unsigned, with room for what indices in order take, and for BLOCK more.
-        ends: uint64: gets how many gap bytes, long gaps, and gaps of at least 254 there are.
+        ends: uint64: how many gap bytes, long gaps, and gaps of at least 254 there are; brought forward.
 
     Returns:
         False if indices are not strictly increasing, from the one before the first to none above the very last.
     """
     shift, pairs = U4 * low, U(apart.shape[1])
-    g, s, far_count, i = U0, U0, U0, begin
+    g, s, far_count, i = ends[0], ends[1], ends[2], begin
     last = indices[indices.size - 1] if begin < end else U0  # nothing lies beyond, so nothing here wraps around
     source, low_at, gaps_at = U(indices.ctypes.data), U(apart.ctypes.data), U(gaps.ctypes.data)
     while i < end:

@@ -7,13 +7,14 @@ streams is written apart and joined, or counted first where it is read, so that 
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from dcr.data_plane.bits import bits_dtype
 from dcr.data_plane.codec import Bytes, ItemBytes, long_gap_bytes
@@ -40,6 +41,8 @@ _RUN = 4
 """Bytes of 254 in a row that are no gap."""
 _HALF = 15
 """The most that half a byte holds."""
+_PIECE = 1 << 15
+"""Entries written or read before they go into the digest: 256 KiB of indices, a multiple of a block."""
 _NOTHING = np.empty(0, np.uint8)
 _REFERENCE = TorchStreamKernels()
 
@@ -76,34 +79,40 @@ class NumbaStreamKernels:
         high, upper, lower = (sum(column) for column in zip(*parts, strict=True))
         return ContentDigest(((high << 64) + (upper << 32) + lower) % (1 << 128))
 
-    def encode(self, item: Item) -> ItemBytes:
+    def encode(self, item: Item) -> tuple[ItemBytes, bytes]:
         """See :meth:`StreamKernels.encode`."""
         spec, indices, values = item.spec, _words(item.indices), _words(item.values)
+        digest = EntryDigest()
         if indices.size and int(indices[-1]) >= spec.numel:
-            return _refused(item)
-        written = self._write_gaps(spec, indices)
+            _refused(item)
+        written = self._write_gaps(spec, indices, digest)
         if written is None:
-            return _refused(item)
+            _refused(item)
         layout, gaps = written
+        digest.add(values)
         if item.operation is Operation.SET:
-            return ItemBytes(layout, (*gaps, _NOTHING, _NOTHING, *_planes(values, values.itemsize, rotate=True)))
+            planes = _planes(values, values.itemsize, rotate=True)
+            return ItemBytes(layout, (*gaps, _NOTHING, _NOTHING, *planes)), digest.bytes()
         codes = self._write_codes(values, item.operation)
         if codes is None:
-            return _refused(item)
+            _refused(item)
         nibbles, escapes, words = codes
-        return ItemBytes(layout, (*gaps, nibbles, escapes, *_planes(words, values.itemsize, rotate=False)))
+        planes = _planes(words, values.itemsize, rotate=False)
+        return ItemBytes(layout, (*gaps, nibbles, escapes, *planes)), digest.bytes()
 
-    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
+    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> tuple[Item, bytes]:
         """See :meth:`StreamKernels.decode`."""
-        indices = self._read_gaps(spec, entries, written)
+        digest = EntryDigest()
+        indices = self._read_gaps(spec, entries, written, digest)
         values = None if indices is None else self._read_values(spec, operation, entries, written)
         if indices is None or values is None:
-            item = _REFERENCE.decode(spec, operation, entries, written)
+            item = _REFERENCE.decode(spec, operation, entries, written)[0]
             raise DcrError(
                 f"the compiled kernels refuse what the reference reads in item {item.spec.name}: report this"
             )
+        digest.add(values)
         bits = _bits(values, bits_dtype(spec.dtype))
-        return Item(spec, operation, torch.from_numpy(indices.view(np.int64)), bits)
+        return Item(spec, operation, torch.from_numpy(indices.view(np.int64)), bits), digest.bytes()
 
     def each(self, work: Callable[[A], B], things: Sequence[A], sizes: Sequence[int]) -> list[B]:
         """See :meth:`StreamKernels.each`."""
@@ -143,19 +152,21 @@ class NumbaStreamKernels:
                 future.cancel()
         return results[::-1]
 
-    def _write_gaps(self, spec: TensorSpec, indices: Words) -> tuple[int, tuple[Bytes, Bytes, Bytes]] | None:
+    def _write_gaps(
+        self, spec: TensorSpec, indices: Words, digest: "EntryDigest"
+    ) -> tuple[int, tuple[Bytes, Bytes, Bytes]] | None:
         """Layout, and streams low, gaps and long_gaps; None unless indices are strictly increasing."""
         entries = indices.size
         layout = 0
         if entries and int(indices[-1]) - int(indices[0]) > _SPARSE * entries:
             layout = self._layout(indices)
-        found = self._write_gaps_in(spec, indices, layout)
+        found = self._write_gaps_in(spec, indices, layout, digest)
         if found is None:
             return None
         far, gaps = found
         if layout == 0 and low_count([far], entries):  # not found to be worth a look before
             layout = self._layout(indices)
-            found = self._write_gaps_in(spec, indices, layout)
+            found = self._write_gaps_in(spec, indices, layout, EntryDigest())
             assert found is not None, "the indices changed while they were written"
             gaps = found[1]
         return layout, gaps
@@ -170,10 +181,11 @@ class NumbaStreamKernels:
         return low_count([int(count) for count in counts], indices.size)
 
     def _write_gaps_in(
-        self, spec: TensorSpec, indices: Words, layout: int
+        self, spec: TensorSpec, indices: Words, layout: int, digest: "EntryDigest"
     ) -> tuple[int, tuple[Bytes, Bytes, Bytes]] | None:
         """How many gaps are at least 254, and the streams in a layout."""
         apart = np.zeros((layout, (indices.size + 1) // 2), np.uint8)
+        cuts = self._cuts(indices.size)
 
         def work(span: Span) -> tuple[int, Bytes, Bytes] | None:
             begin, end = span
@@ -184,12 +196,19 @@ class NumbaStreamKernels:
             gaps = np.empty(entries + min(3 * entries, reach // GO_ON) + int(compiled.GAP_ROOM), np.uint8)
             long_gaps = np.empty(min(entries, reach // LONG_GAP_MIN) + _BLOCK, f"u{long_gap_bytes(spec)}")
             ends = np.zeros(3, np.uint64)
-            bounds = np.uint64(begin), np.uint64(end)
-            if not compiled.write_gaps(indices, *bounds, np.uint64(layout), apart, gaps, long_gaps, ends):
-                return None
+            for first, last in _pieces(begin, end):
+                bounds = np.uint64(first), np.uint64(last), np.uint64(layout)
+                if not compiled.write_gaps(indices, *bounds, apart, gaps, long_gaps, ends):
+                    return None
+                if len(cuts) == 1:
+                    digest.add(indices[first:last])
             return int(ends[2]), gaps[: ends[0]], long_gaps[: ends[1]].view(np.uint8)
 
-        found = self._map(work, self._cuts(indices.size))
+        if len(cuts) == 1:
+            found = [work(cuts[0])]
+        else:
+            # The digest goes through all entries in order, so it is one more slice beside the others.
+            *found, _ = self._map(lambda span: work(span) if span else digest.add(indices), [*cuts, None])
         parts = [part for part in found if part is not None]
         if len(parts) < len(found):
             return None
@@ -216,33 +235,44 @@ class NumbaStreamKernels:
         escapes, words = zip(*parts, strict=True)
         return nibbles, _joined(escapes), _joined(words)
 
-    def _read_gaps(self, spec: TensorSpec, entries: int, written: ItemBytes) -> Words | None:
+    def _read_gaps(self, spec: TensorSpec, entries: int, written: ItemBytes, digest: "EntryDigest") -> Words | None:
         """Indices from streams that may hold anything; None unless they are those of an item."""
         low, gaps, long_bytes = written.parts[:3]
         layout, pairs = written.layout, (entries + 1) // 2
         if low.size != layout * pairs or long_bytes.size % long_gap_bytes(spec):
             return None
         apart = low.reshape(layout, pairs)
-        if entries % 2 and bool((apart[:, -1:] > _HALF).any()):
+        if layout and entries % 2 and bool((apart[:, -1] > _HALF).any()):
             return None
         # Copied, since a stream may be cut between two numbers.
         long_gaps = np.array(long_bytes).view(f"u{long_gap_bytes(spec)}")
-        spans = self._gap_spans(gaps, entries, long_gaps.size)
-        if spans is None or spec.numel == 0:
+        if not (entries and spec.numel):
             return None if gaps.size or long_gaps.size or entries else np.empty(0, np.uint64)
+        spans = self._gap_spans(gaps, entries, long_gaps.size)
+        if spans is None:
+            return None
         indices = np.empty(entries, np.uint64)
-        numel = np.uint64(spec.numel)
+        fixed = long_gaps, np.uint64(spec.numel), indices
 
         def work(span: Words) -> bool:
-            return bool(reading.read_gaps(apart, np.uint64(layout), gaps, span, long_gaps, numel, indices))
+            for first, last in _pieces(int(span[4]), int(span[5])):
+                if not reading.read_gaps(apart, np.uint64(layout), gaps, span, np.uint64(last), *fixed):
+                    return False
+                if len(spans) == 1:
+                    digest.add(indices[first:last])
+            return bool(span[0] == span[1] and span[2] == span[3])
 
+        if len(spans) == 1:
+            return indices if work(spans[0]) else None
+        slices = [(int(span[4]), int(span[5])) for span in spans]
         if not all(self._map(work, spans)):
             return None
         bases = [0, *itertools.accumulate(int(span[6]) for span in spans)]
         if bases[-1] > spec.numel:
             return None
-        moves = [(int(span[4]), int(span[5]), base) for span, base in zip(spans, bases, strict=False) if base]
+        moves = [(*span, base) for span, base in zip(slices, bases, strict=False) if base]
         self._map(lambda move: reading.move_on(indices, *map(np.uint64, move)), moves)
+        digest.add(indices)
         return indices
 
     def _gap_spans(self, gaps: Bytes, entries: int, long_gaps: int) -> list[Words] | None:
@@ -291,10 +321,12 @@ class NumbaStreamKernels:
     def _read_codes(self, nibbles: Bytes, escapes: Bytes, words: Words, operation: Operation, values: Words) -> bool:
         slices = self._cuts(values.size)
         adds, most = np.uint64(operation is Operation.ADD), np.uint64((1 << 8 * values.itemsize) - 2)
-        starts = [0]
-        if len(slices) > 1:
-            counted = self._map(lambda s: int(reading.count_codes(nibbles, *map(np.uint64, s))), slices[:-1])
-            starts += itertools.accumulate(counted)
+        if len(slices) == 1:
+            span = np.array([0, values.size, 0, escapes.size, 0], np.uint64)
+            good = reading.read_codes(nibbles, escapes, words, span, adds, most, values)
+            return bool(good) and int(span[4]) == words.size
+        counted = self._map(lambda s: int(reading.count_codes(nibbles, *map(np.uint64, s))), slices[:-1])
+        starts = [0, *itertools.accumulate(counted)]
         if max(starts) > escapes.size:
             return False
         starts.append(escapes.size)
@@ -308,6 +340,27 @@ class NumbaStreamKernels:
             return bool(good) and int(span[4]) == long_codes[k + 1]
 
         return all(self._map(work, range(len(slices)))) and long_codes[-1] == words.size
+
+
+class EntryDigest:
+    """The ``entry_digest`` of entries that come in parts: indices in order, then values."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, words: Words) -> None:
+        """The next words; little-endian, as the host is."""
+        self._hash.update(words.data)
+
+    def bytes(self) -> bytes:
+        """Of everything that was added."""
+        return self._hash.digest()
+
+
+def _pieces(begin: int, end: int) -> Iterator[Span]:
+    """A slice in pieces that are still in the processor's cache when they are looked at again."""
+    for first in range(begin, end, _PIECE):
+        yield first, min(first + _PIECE, end)
 
 
 def _words(tensor: torch.Tensor) -> Words:
@@ -348,7 +401,7 @@ def _gap_end(gaps: Bytes, at: int) -> int:
     return at
 
 
-def _refused(item: Item) -> ItemBytes:
+def _refused(item: Item) -> NoReturn:
     encode_streams(item, 0)  # says why
     raise DcrError(f"the compiled kernels refuse item {item.spec.name}, the reference does not: report this")
 

@@ -58,8 +58,8 @@ def _trial(kernels: StreamKernels, dtype: torch.dtype) -> list[object]:
         seen.append(kernels.digest(spec, indices, found.new))
         for operation, words in values.items():
             item = Item(spec, operation, indices[words != 0], words[words != 0])
-            written = kernels.encode(item)
-            read = kernels.decode(spec, operation, item.entries, written)
-            seen += [written.layout, [part.tobytes() for part in written.parts]]
+            written, digest = kernels.encode(item)
+            read, digest_read = kernels.decode(spec, operation, item.entries, written)
+            seen += [digest, digest_read, written.layout, [part.tobytes() for part in written.parts]]
             seen += [read.indices.tolist(), read.values.tolist()]
     return seen

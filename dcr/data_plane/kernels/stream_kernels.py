@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from dcr.data_plane.codec import ItemBytes, from_bytes, to_bytes
+from dcr.data_plane.codec import ItemBytes, entry_digest, from_bytes, to_bytes
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.streams import choose_low, decode_streams, encode_streams
@@ -45,15 +45,15 @@ class StreamKernels(Protocol):
     def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
         """See :func:`dcr.data_plane.content_digest.digest_elements`."""
 
-    def encode(self, item: Item) -> ItemBytes:
-        """An item in the layout that :func:`dcr.data_plane.streams.choose_low` chooses.
+    def encode(self, item: Item) -> tuple[ItemBytes, bytes]:
+        """An item in the layout that :func:`dcr.data_plane.streams.choose_low` chooses, and its ``entry_digest``.
 
         Raises:
             RefusedError: see :func:`dcr.data_plane.streams.encode_streams`.
         """
 
-    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
-        """What ``encode`` wrote, on the host; the bytes may hold anything.
+    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> tuple[Item, bytes]:
+        """What ``encode`` wrote, on the host, and its ``entry_digest``; the bytes may hold anything.
 
         Raises:
             CorruptPayloadError: see :func:`dcr.data_plane.streams.decode_streams`.
@@ -82,14 +82,15 @@ class TorchStreamKernels:
         """See :meth:`StreamKernels.digest`."""
         return digest_elements(spec, indices, bits)
 
-    def encode(self, item: Item) -> ItemBytes:
+    def encode(self, item: Item) -> tuple[ItemBytes, bytes]:
         """See :meth:`StreamKernels.encode`."""
         layout = choose_low(item.indices)
-        return to_bytes(item.spec, layout, encode_streams(item, layout))
+        return to_bytes(item.spec, layout, encode_streams(item, layout)), entry_digest(item)
 
-    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
+    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> tuple[Item, bytes]:
         """See :meth:`StreamKernels.decode`."""
-        return decode_streams(spec, operation, written.layout, entries, from_bytes(spec, written))
+        item = decode_streams(spec, operation, written.layout, entries, from_bytes(spec, written))
+        return item, entry_digest(item)
 
     def each(self, work: Callable[[A], B], things: Sequence[A], sizes: Sequence[int]) -> list[B]:
         """See :meth:`StreamKernels.each`."""
