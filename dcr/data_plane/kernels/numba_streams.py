@@ -129,7 +129,9 @@ class NumbaStreamKernels:
 
     def _cuts(self, total: int) -> list[Span]:
         """Slices of what is counted from 0 up to ``total``, at multiples of a block; at least one."""
-        slices = max(1, min(-(-total // _GRAIN), self._threads * _SLICES if self._threads > 1 else 1))
+        if self._threads == 1 or total <= _GRAIN:
+            return [(0, total)]
+        slices = min(-(-total // _GRAIN), self._threads * _SLICES)
         bounds = [*(total * k // slices // _BLOCK * _BLOCK for k in range(slices)), total]
         return list(itertools.pairwise(bounds))
 
@@ -306,7 +308,7 @@ class NumbaStreamKernels:
         ):
             return None
         words = np.zeros(count, f"u{width}")
-        for p, plane in enumerate(planes[:width]):
+        for p, plane in enumerate(planes[:width] if count else ()):
             reading.join_words(plane, np.uint64(p), words)
         values = np.empty(entries, words.dtype)
         if is_set:
@@ -407,6 +409,8 @@ def _refused(item: Item) -> NoReturn:
 
 
 def _planes(words: Words, width: int, *, rotate: bool) -> tuple[Bytes, ...]:
+    if not words.size:
+        return (_NOTHING,) * 8
     planes = np.empty((width, words.size), np.uint8)
     compiled.split_words(words, np.uint64(rotate), np.uint64(8 * width - 1), planes)
     return (*planes, *[_NOTHING] * (8 - width))

@@ -3,16 +3,18 @@
 import threading
 from dataclasses import replace
 
+import numba as nb
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dcr.data_plane.bits import bits_dtype
 from dcr.data_plane.codec import STREAMS, ItemBytes
 from dcr.data_plane.content_digest import digest_elements
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.kernels import compiled_scan, numba_streams
 from dcr.data_plane.kernels.numba_streams import NumbaStreamKernels
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.kernels.stream_kernels import TorchStreamKernels
@@ -79,6 +81,30 @@ def test_one_bit_anywhere_in_a_large_shard_is_found(kernels, dtype):
     assert torch.equal(found.new, new[places])
 
 
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("rate", [0.0, 0.01, 0.2, 1.0])
+def test_a_processor_that_cannot_squeeze_registers_finds_the_same(monkeypatch, dtype, rate):
+    plain = nb.njit(nogil=True, error_model="numpy")(compiled_scan.differences.py_func)
+    monkeypatch.setattr(compiled_scan, "SQUEEZES", False)  # which the compiler takes as it finds it
+    monkeypatch.setattr(compiled_scan, "differences", plain)
+    old = noise(20_001, dtype, 5)
+    new = torch.where(torch.from_numpy(np.random.default_rng(6).random(20_001) < rate), noise(20_001, dtype, 7), old)
+    expected = np.flatnonzero(old.numpy() != new.numpy())
+    found = ONE.differences(old, new, 1 << 40)
+    assert (found.positions - (1 << 40)).tolist() == expected.tolist()
+    assert torch.equal(found.old, old[expected])
+    assert torch.equal(found.new, new[expected])
+
+
+@every_backend
+def test_positions_count_from_where_the_part_begins(kernels):
+    old = torch.zeros(200_000, dtype=torch.int16)
+    new = old.clone()
+    new[[0, 70_000, 199_999]] = 1
+    start = (1 << 62) - 5
+    assert kernels.differences(old, new, start).positions.tolist() == [start, start + 70_000, start + 199_999]
+
+
 def test_differences_of_memory_between_two_elements():
     memory = bytearray(range(251)) * 9
     old = torch.frombuffer(memory, dtype=torch.int32, offset=1, count=500)
@@ -122,6 +148,92 @@ def test_large_items_of_random_bits(dtype, operation):
             assert digest == encoded[1]
 
 
+@pytest.fixture
+def small_slices(monkeypatch):
+    """Items of a few hundred entries are cut among threads, and read and written in pieces."""
+    monkeypatch.setattr(numba_streams, "_GRAIN", 64)
+    monkeypatch.setattr(numba_streams, "_PIECE", 128)
+
+
+@st.composite
+def long_items(draw):
+    """Items of hundreds of entries: runs, dense and sparse stretches, gaps around every bound, codes of every form."""
+    dtype = draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]))
+    around = [b * 16**k + d for b in (254, 508, 762, 1016) for k in range(3) for d in (-1, 0, 1)]
+    stretches = draw(
+        st.lists(
+            st.tuples(st.sampled_from([0, 3, 40, 300, 2000, *around]), st.integers(1, 200), st.booleans()), max_size=6
+        )
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    gaps = [np.full(n, size) if same_gap else rng.integers(0, size + 1, n) for size, n, same_gap in stretches]
+    indices = np.cumsum(np.concatenate([np.zeros(0, np.int64), *gaps]) + 1) - 1
+    kind = bits_dtype(dtype)
+    values = noise(indices.size, kind, draw(st.integers(0, 99)))
+    small = torch.from_numpy(rng.random(indices.size) < draw(st.sampled_from([0.0, 0.9, 0.99, 1.0])))
+    values = torch.where(small, values % draw(st.sampled_from([2, 8, 14, 15, 100])), values)
+    values[values == 0] = 1
+    numel = int(indices[-1]) + 1 + draw(st.sampled_from([0, 5, 1 << 33])) if indices.size else 7
+    return Item(TensorSpec("w", (numel,), dtype), draw(st.sampled_from(Operation)), torch.from_numpy(indices), values)
+
+
+@pytest.mark.usefixtures("small_slices")
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(long_items())
+def test_an_item_cut_into_slices_has_the_same_bytes_and_is_read_back(item):
+    encoded = TORCH.encode(item)
+    for kernels in (ONE, THREE):
+        assert parts(kernels.encode(item)) == parts(encoded)
+        read, digest = kernels.decode(item.spec, item.operation, item.entries, encoded[0])
+        assert same(read, item)
+        assert digest == encoded[1]
+
+
+@pytest.mark.usefixtures("small_slices")
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(long_items(), st.data())
+def test_an_item_that_cannot_be_written_is_refused_wherever_it_is_wrong(item, data):
+    if not item.entries:
+        return
+    indices, values = item.indices.clone(), item.values.clone()
+    at = data.draw(st.integers(0, item.entries - 1))
+    how = data.draw(st.sampled_from(["same", "negative", "past the end", "far past the end", "zero"]))
+    if how == "zero":
+        values[at] = 0
+    else:
+        before = int(indices[at - 1]) if at else -1
+        last, lowest = item.spec.numel, -(1 << 63)
+        indices[at] = {"same": before, "negative": lowest + at, "past the end": last, "far past the end": -1 - lowest}[
+            how
+        ]
+    wrong = Item(item.spec, item.operation, indices, values)
+    outcomes = []
+    for kernels in (TORCH, ONE, THREE):
+        try:
+            outcomes.append(parts(kernels.encode(wrong)))
+        except RefusedError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert (how == "zero" and item.operation is Operation.SET) or isinstance(outcomes[0], str)
+
+
+@pytest.mark.usefixtures("small_slices")
+def test_slices_of_items_on_the_threads_that_work_on_items():
+    """Every thread is inside an item when its slices come: none may wait for what only another could begin."""
+    identity, base, _ = golden.cases()["every_codec"]
+    spec = TensorSpec("w", (1 << 20,), torch.bfloat16)
+    made = [
+        Item(replace(spec, name=f"w{k}"), Operation.ADD, torch.arange(k, k + 900 * (k % 5 + 1)) * 7, ones)
+        for k in range(40)
+        for ones in [torch.ones(900 * (k % 5 + 1), dtype=torch.int16)]
+    ]
+    data = encode_payload(identity, base, made, kernels=TORCH)
+    threads = NumbaStreamKernels(8)
+    for _ in range(5):
+        assert encode_payload(identity, base, made, kernels=threads) == data
+        assert all(same(a, b) for a, b in zip(decode_payload(data, kernels=threads)[1], made, strict=True))
+
+
 @settings(max_examples=100)
 @given(payloads())
 def test_payloads_have_the_same_bytes_whatever_the_backend(case):
@@ -159,14 +271,24 @@ def test_many_items_on_many_threads_stay_in_order():
         assert all(same(a, b) for a, b in zip(decode_payload(data, kernels=kernels)[1], made, strict=True))
 
 
-HOSTILE = st.binary(max_size=24)
+HOSTILE = st.one_of(st.binary(max_size=24), st.sampled_from([b"\xfe" * n for n in (1, 3, 4, 70)] + [b"\xff" * 70]))
 
 
 @settings(max_examples=400)
-@given(st.data())
-def test_streams_that_may_hold_anything(data):
+@given(items(), st.data())
+def test_streams_that_may_hold_anything(item, data):
     """The compiled reader takes what the reference takes, and refuses what it refuses, with its words."""
-    item = data.draw(items())
+    read_anything(item, data)
+
+
+@pytest.mark.usefixtures("small_slices")
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(long_items(), st.data())
+def test_long_streams_that_may_hold_anything_are_read_in_slices(item, data):
+    read_anything(item, data)
+
+
+def read_anything(item, data):
     written = TORCH.encode(item)[0]
     streams = [bytearray(part.tobytes()) for part in written.parts]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -183,14 +305,14 @@ def test_streams_that_may_hold_anything(data):
     )
     entries = max(0, item.entries + data.draw(st.integers(-1, 1)))
     outcomes = []
-    for kernels in (TORCH, ONE):
+    for kernels in (TORCH, ONE, THREE):
         try:
             read = kernels.decode(item.spec, item.operation, entries, hostile)[0]
             read.check_indices()
             outcomes.append((read.indices.tolist(), read.values.tolist()))
         except CorruptPayloadError as error:
             outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 @every_backend
