@@ -338,8 +338,7 @@ class NumbaStreamKernels:
 
         def work(k: int) -> bool:
             span = np.array([*slices[k], *starts[k : k + 2], long_codes[k]], np.uint64)
-            good = reading.read_codes(nibbles, escapes, words, span, adds, most, values)
-            return bool(good) and int(span[4]) == long_codes[k + 1]
+            return bool(reading.read_codes(nibbles, escapes, words, span, adds, most, values))
 
         return all(self._map(work, range(len(slices)))) and long_codes[-1] == words.size
 

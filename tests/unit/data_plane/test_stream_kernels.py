@@ -218,6 +218,21 @@ def test_an_item_that_cannot_be_written_is_refused_wherever_it_is_wrong(item, da
 
 
 @pytest.mark.usefixtures("small_slices")
+@pytest.mark.parametrize("gap", [0, 3, 300, 5000])
+def test_slices_that_together_run_past_the_end_are_refused(gap):
+    """Each slice alone would fit into the tensor many times."""
+    indices = torch.arange(1000) * (gap + 1) + gap
+    numel = int(indices[-1]) + 1
+    item = Item(TensorSpec("w", (numel,), torch.bfloat16), Operation.SET, indices, noise(1000, torch.int16, 1))
+    written, _ = TORCH.encode(item)
+    for shorter in (numel - 1, numel * 2 // 3, numel // 5):
+        for kernels in (TORCH, ONE, THREE):
+            with pytest.raises(CorruptPayloadError, match="run past the tensor's"):
+                kernels.decode(replace(item.spec, shape=(shorter,)), item.operation, 1000, written)
+    assert same(THREE.decode(item.spec, item.operation, 1000, written)[0], item)
+
+
+@pytest.mark.usefixtures("small_slices")
 def test_slices_of_items_on_the_threads_that_work_on_items():
     """Every thread is inside an item when its slices come: none may wait for what only another could begin."""
     identity, base, _ = golden.cases()["every_codec"]
