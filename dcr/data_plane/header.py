@@ -1,6 +1,7 @@
 """The header of a payload: what it states, and every check that needs no decompression (docs/wire-format.md)."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -46,7 +47,7 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-class ItemHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ItemHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """What the header states of one item."""
 
     name: Text
@@ -60,12 +61,12 @@ class ItemHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
     """XXH3-128 (big-endian) over the indices as int64, then the values, both little-endian."""
 
-    @property
+    @cached_property  # asked for by every check of a payload that may hold thousands of items
     def spec(self) -> TensorSpec:
         """The canonical tensor; RefusedError for a dtype that does not travel."""
         return TensorSpec(self.name, self.shape, dtype_of(self.dtype))
 
-    @property
+    @cached_property
     def stream_sizes(self) -> tuple[int, ...]:
         """The item's bytes in each of ``codec.STREAMS``."""
         gap_bytes, long_gaps, escapes, words = self.counts

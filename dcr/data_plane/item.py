@@ -3,6 +3,7 @@
 import enum
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -29,7 +30,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
