@@ -7,6 +7,7 @@ import torch
 from dcr.data_plane.bits import bit_view, bits_dtype
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.kernels.stream_kernels import Difference
+from dcr.data_plane.staging import chunks_on
 from dcr.protocol.errors import RefusedError
 
 
@@ -46,25 +47,28 @@ class Tracker:
         return self._bits[start:stop].clone()
 
     def live(self, live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The live bits chunk by chunk, as copies in host memory, each with its first position.
+        """The live bits chunk by chunk, as copies on their device, each with its first position.
 
         Raises:
             RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
         """
         flat = self._checked(live)
         for start, stop in self.chunks():
-            yield start, flat[start:stop].to("cpu", copy=True)
+            yield start, flat[start:stop].clone()
 
     def differences(self, live: torch.Tensor) -> Iterator[Difference]:
         """The changed elements, chunk by chunk in increasing position; chunks without any are left out.
+
+        They lie on the device of the live tensor, which the committed bits visit chunk by chunk; the next chunk is on
+        its way while the caller works with one.
 
         Raises:
             RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
         """
         flat = self._checked(live)
         kernels = stream_kernels([flat])
-        for start, stop in self.chunks():
-            found = kernels.differences(self._bits[start:stop], flat[start:stop], start)
+        for start, stop, old in chunks_on(flat.device, self._bits, tuple(self.chunks())):
+            found = kernels.differences(old, flat[start:stop], start)
             if found.positions.numel():
                 yield found
 
@@ -78,7 +82,7 @@ class Tracker:
             RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
         """
         for difference in self.differences(live):
-            self._bits[difference.positions] = difference.new
+            self._bits[difference.positions.cpu()] = difference.new.cpu()
             yield difference
 
     def _checked(self, live: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Difference:
     """Elements of a shard whose stored bits differ from the committed ones.
 
     Attributes:
-        positions: int64, shape [n], strictly increasing positions in the flat shard, in host memory.
+        positions: int64, shape [n], strictly increasing positions in the flat shard, on its device; as are the bits.
         old: committed stored bits there, shape [n], of the shard's ``bits_dtype``.
         new: live stored bits there, the same.
     """
@@ -76,7 +76,7 @@ class TorchStreamKernels:
         """See :meth:`StreamKernels.differences`."""
         old = old.to(new.device)
         positions = (old != new).nonzero().flatten()
-        return Difference((positions + start).cpu(), old[positions].cpu(), new[positions].cpu())
+        return Difference(positions + start, old[positions], new[positions])
 
     def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:
         """See :meth:`StreamKernels.digest`."""
