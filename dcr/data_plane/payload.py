@@ -233,6 +233,8 @@ def _check_disjoint(items: Sequence[Item]) -> None:
         if item.entries:
             by_name.setdefault(item.spec.name, []).append(item.indices)
     for name, indices in by_name.items():
+        if len(indices) == 1:
+            continue  # an index that is read from a device holds up what is done there
         indices.sort(key=lambda i: int(i[0]))
         if all(int(a[-1]) < int(b[0]) for a, b in pairwise(indices)):
             continue  # as an owner cuts them: one after the other, which need not be merged to be seen

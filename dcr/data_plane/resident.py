@@ -121,6 +121,10 @@ class Residents:
             return self._spans[at]
         return None
 
+    def start_of(self, address: int) -> int:
+        """Where the block begins that holds an address."""
+        return self._starts[bisect.bisect_right(self._starts, address) - 1]
+
     def holds(self, start: int, end: int) -> bool:
         """Whether the bytes from address ``start`` up to ``end`` lie in one block."""
         at = bisect.bisect_right(self._starts, start) - 1

@@ -157,10 +157,14 @@ class LearnedModel:
             f"item {name}: {item.spec.dtype} {item.spec.shape} does not match {spec.dtype} {spec.shape}"
         )
 
-    def synchronise(self) -> None:
-        """See :meth:`Storage.synchronise`."""
+    def wait_for_devices(self) -> None:
+        """Return when nothing is at work on an accelerator that holds resident memory, on whatever stream."""
         for device in {s.storage.device for s in self._residents.spans if s.storage.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
+
+    def synchronise(self) -> None:
+        """See :meth:`Storage.synchronise`."""
+        self.wait_for_devices()
         if self._ground is not None and (moved := self._ground.moved_tensors()):
             raise PartialWriteError(
                 f"{moved[0]} has other memory, shape, strides or dtype than before the update; captured graphs would "

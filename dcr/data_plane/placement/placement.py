@@ -109,17 +109,20 @@ class Placement:
         self._prewarm = None
         learned = self._model.learn()
         residents = self._model.residents
-        self._kernels = self._given_kernels or kernels_for(residents.spans)
         names = [n for n, c in learned.classes.items() if c is LoaderClass.BOX]
         self._boxed = [self._model.specs[n] for n in names]
         self._numbers = {n: i for i, n in enumerate(names)}
         self._table = BoxTable.of(
             [PlacedTensor(s.numel, s.dtype.itemsize, learned.learned[s.name].boxes) for s in self._boxed]
         )
+        written = set()
         for tensor in self._table.tensors:
             for placed in tensor.boxes:
                 start, end = placed.span(tensor.width)
                 assert residents.holds(start, end), "a box must lie in one block of resident memory"
+                written.add(residents.start_of(start))
+        # A model on a GPU may keep some tensors of its own in host memory: these say nothing of where boxes lie.
+        self._kernels = self._given_kernels or kernels_for([s for s in residents.spans if s.start in written])
         self._transforming = self._model.hooked(learned.transforming)
         self._dense = self._model.hooked(learned.calls) if self._verify == "dense" else []
         self._missing = {n: writes for n in names if (writes := self._missing_constants(learned, n))}
@@ -222,6 +225,7 @@ class Placement:
                 )
 
     def _write(self, records: Records, hooked: Sequence[Item], progress: Progress) -> None:
+        self._model.wait_for_devices()  # the last request may still be read on a stream of its own
         for item in records.items if self._missing else ():
             for write in self._missing.pop(item.spec.name, ()):
                 assert write.constant is not None

@@ -45,6 +45,8 @@ class TorchSource:
     gather is index-only.  Only the constructor and ``gather_state`` are collective.  A forward ``changes``, ``fold``
     and the optimizer belong to one thread; iterating over ``changes(Kind.RESTORE)`` may go on in another.
 
+    Weights on a GPU are compared, projected, hashed and written there; the baseline visits them chunk by chunk.
+
     Args:
         model: its parameters and persistent buffers are the state; they must not change while this constructs.
         save_path: turns full tensors by state-dict name into canonical tensors; None takes the model's own.  It is
@@ -211,6 +213,9 @@ class TorchSource:
                     raise RefusedError(
                         f"owner {self.owner}: [{layout}] {found} the model since this source was made; make a new one"
                     )
+        # The optimizer may have written them on a stream that the calling thread knows nothing of.
+        for device in {source.local().device for source in sources if source.local().device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
         return sources
 
     def _detect(self, live: tuple[SourceTensor, ...]) -> Iterator[Change]:
@@ -227,7 +232,8 @@ class TorchSource:
         digest = ContentDigest()
         for shard in self._shards:
             for start, bits in shard.tracker.live(live[shard.number].local()):
-                for change in self._project(shard, torch.arange(start, start + bits.numel()), None, bits):
+                positions = torch.arange(start, start + bits.numel(), device=bits.device)
+                for change in self._project(shard, positions, None, bits):
                     digest = digest + _digest_of_change(change)
                     yield change
         self._candidate_digest = digest
@@ -262,7 +268,7 @@ class TorchSource:
         if kept.numel() != positions.numel() or bool((kept[1:] < kept[:-1]).any()):
             old, new = None if old is None else old[kept], new[kept]
         numbers, counts = torch.unique_consecutive(
-            torch.searchsorted(self._bases, targets, right=True) - 1, return_counts=True
+            torch.searchsorted(self._bases.to(targets.device), targets, right=True) - 1, return_counts=True
         )
         start = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
