@@ -10,6 +10,7 @@ from dcr.data_plane.bucket import pack
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.encode import to_item
 from dcr.data_plane.item import Change, Item, Operation
+from dcr.data_plane.nvtx import stage
 from dcr.data_plane.payload import encode_payload, payload_digest
 from dcr.delivery.interface import Delivery, payload_key
 from dcr.protocol.errors import DcrError, RefusedError
@@ -102,14 +103,17 @@ class Emission:
                 o.record_id, o.target, o.epoch, self._source.owner, self._incarnation, len(payloads)
             )
             started = time.perf_counter()
-            data = encode_payload(identity, o.base, items)
+            with stage("encode"):
+                data = encode_payload(identity, o.base, items)
             encoded = time.perf_counter()
             self.begun = True
             self._delivery.put(payload_key(identity), data)
             self.seconds["encode"] += encoded - started
             self.seconds["deliver"] += time.perf_counter() - encoded
             entries = sum(i.entries for i in items)
-            payloads.append(SealedPayload(identity.sequence, payload_digest(data), entries, len(data)))
+            with stage("seal"):
+                digest = payload_digest(data)
+            payloads.append(SealedPayload(identity.sequence, digest, entries, len(data)))
 
     def _finish_detection(self) -> None:
         """Learn the candidate's content although nothing more is sent: what was sent may have torn members with it."""
@@ -150,14 +154,15 @@ class Emission:
         assert change.old is not None, "a rollback is absolute: its changes are found against the baseline"
         return dataclasses.replace(change, new=change.old)
 
-    def _timed(self, iterator: Iterator[_T], stage: str) -> Iterator[_T]:
+    def _timed(self, iterator: Iterator[_T], name: str) -> Iterator[_T]:
         """Count the time spent inside an iterator, and not in its consumer."""
         while True:
             started = time.perf_counter()
             try:
-                value = next(iterator)
+                with stage(name):
+                    value = next(iterator)
             except StopIteration:
                 return
             finally:
-                self.seconds[stage] += time.perf_counter() - started
+                self.seconds[name] += time.perf_counter() - started
             yield value

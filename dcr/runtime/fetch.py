@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 
+from dcr.data_plane.nvtx import stage
 from dcr.delivery.interface import DeliveryError
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity, decode_manifest
@@ -66,7 +67,8 @@ class Fetch:
     def _one(self, source: "_Source") -> list[Answers]:
         o, ref = self.order, source.ref
         identity = PayloadIdentity(o.record_id, o.target, o.epoch, ref.owner, ref.incarnation, source.next)
-        data = self._inbox.payload(identity)
+        with stage("fetch"):
+            data = self._inbox.payload(identity)
         if data is not None:
             source.waits_since = None
             return self._payload(source, Payload(identity, data))
@@ -81,7 +83,8 @@ class Fetch:
                 )
                 return [self._call(Undeliverable(o.epoch, reason))]
             return []
-        manifest = self._inbox.manifest(o, ref)
+        with stage("fetch"):
+            manifest = self._inbox.manifest(o, ref)
         return [] if manifest is None else self._manifest(source, SealedManifest(ref.owner, o.epoch, manifest))
 
     def _payload(self, source: "_Source", request: Payload) -> list[Answers]:

@@ -9,6 +9,7 @@ import msgspec
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.header import DEFAULT_LIMITS, Limits, PayloadHeader
 from dcr.data_plane.item import Item, TensorSpec
+from dcr.data_plane.nvtx import stage
 from dcr.data_plane.payload import decode_payload, payload_digest
 from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.data_plane.placement.storage import Storage
@@ -193,7 +194,8 @@ class RankHost:
 
     def _read_back(self) -> Contents:
         assert self._storage is not None
-        found = self._storage.readback(self._tied)
+        with stage("read back"):
+            found = self._storage.readback(self._tied)
         held = {
             name: tuple(HeldBox(h.extent.sizes, h.extent.strides, h.extent.offset, h.digest.hex()) for h in extents)
             for name, extents in found.held.items()
@@ -205,10 +207,11 @@ class RankHost:
     ) -> list[Result]:
         """Take a payload's bytes; ``received`` is their digest as the node received them, if it shared them."""
         started = time.perf_counter()
-        digest = payload_digest(data)
-        if received and digest != received:
-            raise CorruptPayloadError(f"shared memory does not hold what the node received for {identity}")
-        header, items = decode_payload(data, self._limits, self._known, self._skipped)
+        with stage("validate"):
+            digest = payload_digest(data)
+            if received and digest != received:
+                raise CorruptPayloadError(f"shared memory does not hold what the node received for {identity}")
+            header, items = decode_payload(data, self._limits, self._known, self._skipped)
         if header.identity != identity:
             raise CorruptPayloadError(f"bytes fetched for {identity} are payload {header.identity}")
         self._took(identity.epoch, "decode", started)
@@ -331,7 +334,8 @@ class RankHost:
             return receiver.write_failed(identity, overlap)
         started = time.perf_counter()
         try:
-            storage.apply(items)
+            with stage("apply"):
+                storage.apply(items)
         except Exception as e:  # noqa: BLE001 - a native loader may raise anything; the epoch fails by its name
             return receiver.write_failed(identity, f"{type(e).__name__}: {e}")
         self._took(identity.epoch, "apply", started)

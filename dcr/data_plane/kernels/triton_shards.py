@@ -20,9 +20,14 @@ def count_differences(old, new, counts, elements: tl.int64, BLOCK: tl.constexpr)
     tl.store(counts + block, tl.sum(differ.to(tl.int32), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=("elements",))
-def compact_differences(old, new, ends, positions, before, after, elements: tl.int64, BLOCK: tl.constexpr):
-    """The words that differ, and where: block by block up to ``ends``, which is the prefix sum of the counts."""
+@triton.jit(do_not_specialize=("start", "elements"))
+def compact_differences(
+    old, new, ends, positions, before, after, start: tl.int64, elements: tl.int64, BLOCK: tl.constexpr
+):
+    """The words that differ, and where: block by block up to ``ends``, which is the prefix sum of the counts.
+
+    Positions are counted from ``start``.
+    """
     block = tl.program_id(0)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
@@ -31,7 +36,7 @@ def compact_differences(old, new, ends, positions, before, after, elements: tl.i
     differ = ours != theirs
     one = differ.to(tl.int32)
     to = tl.load(ends + block) - tl.sum(one, 0) + tl.cumsum(one, 0) - 1
-    tl.store(positions + to, at, mask=differ)
+    tl.store(positions + to, start + at, mask=differ)
     tl.store(before + to, ours, mask=differ)
     tl.store(after + to, theirs, mask=differ)
 

@@ -41,8 +41,8 @@ class TritonStreamKernels:
         self._host = host
         self._launching = threading.Lock()
 
-    def differences(self, old: torch.Tensor, new: torch.Tensor) -> Difference:
-        """See :meth:`StreamKernels.differences`."""
+    def differences(self, old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Difference:
+        """See :meth:`StreamKernels.differences`; positions are counted from ``start``."""
         old, new = (_signed(bits.detach().contiguous()) for bits in (old.to(new.device), new))
         elements = new.numel()
         blocks = triton.cdiv(elements, _SHARD_BLOCK)
@@ -53,14 +53,11 @@ class TritonStreamKernels:
                 triton_shards.count_differences[(blocks,)](old, new, ends, elements, BLOCK=_SHARD_BLOCK)
                 ends = ends.cumsum(0)
                 found = int(ends[-1])
-            positions, before, after = (
-                new.new_empty(found, dtype=torch.int64),
-                new.new_empty(found),
-                new.new_empty(found),
-            )
+            positions = new.new_empty(found, dtype=torch.int64)
+            before, after = new.new_empty(found), new.new_empty(found)
             if found:
                 out = (positions, before, after)
-                triton_shards.compact_differences[(blocks,)](old, new, ends, *out, elements, BLOCK=_SHARD_BLOCK)
+                triton_shards.compact_differences[(blocks,)](old, new, ends, *out, start, elements, BLOCK=_SHARD_BLOCK)
         return Difference(positions, *(_as_bits(bits) for bits in (before, after)))
 
     def digest(self, spec: TensorSpec, indices: torch.Tensor, bits: torch.Tensor) -> ContentDigest:

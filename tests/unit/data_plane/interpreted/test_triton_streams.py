@@ -45,6 +45,7 @@ def check_differences(dtype, n, starts, rate):
     assert found.old.dtype == found.new.dtype == dtype
     assert torch.equal(found.old, old[expected])
     assert torch.equal(found.new, new[expected])
+    assert torch.equal(TRITON.differences(old, new, 1 << 40).positions, found.positions + (1 << 40))
 
 
 RATES = [0.0, 0.001, 0.03, 0.5, 1.0]
