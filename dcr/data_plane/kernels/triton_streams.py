@@ -1,7 +1,7 @@
 """Stream kernels for CUDA, by Triton: an item is found, hashed and written where the shard is; reading is the host's.
 
-What leaves the device is the finished streams, in one copy an item.  Triton is imported with this module, and only when
-there are tensors on a device (``stream_choice``).
+What leaves the device is the finished streams, in one copy an item, and the entries, for their digest.  Triton is
+imported with this module, and only when there are tensors on a device (``stream_choice``).
 """
 
 import threading
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import triton
 
-from dcr.data_plane.codec import Bytes, ItemBytes, long_gap_bytes, split
+from dcr.data_plane.codec import Bytes, ItemBytes, entry_digest, long_gap_bytes, split
 from dcr.data_plane.content_digest import ContentDigest, digest_keys
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.kernels import triton_items, triton_shards
@@ -81,18 +81,18 @@ class TritonStreamKernels:
             sums = to_host(sums)
         return digest_of(sums.numpy().view(np.uint64).reshape(-1, 3), np.zeros(1, np.int64))[0]
 
-    def encode(self, item: Item) -> ItemBytes:
-        """See :meth:`StreamKernels.encode`."""
+    def encode(self, item: Item) -> tuple[ItemBytes, bytes]:
+        """See :meth:`StreamKernels.encode`; the digest is the host's."""
         if not item.entries:
-            return ItemBytes(0, (np.empty(0, np.uint8),) * 13)
+            return ItemBytes(0, (np.empty(0, np.uint8),) * 13), entry_digest(item)
         with self._launching, on(item.indices.device):
             written = _encode(item)
         if written is None:
             encode_streams(item, 0)  # says why
             raise DcrError(f"the Triton kernels refuse item {item.spec.name}, the reference does not: report this")
-        return written
+        return written, entry_digest(item)
 
-    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> Item:
+    def decode(self, spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes) -> tuple[Item, bytes]:
         """See :meth:`StreamKernels.decode`; what comes from outside comes to the host, and is checked there."""
         return self._host.decode(spec, operation, entries, written)
 
