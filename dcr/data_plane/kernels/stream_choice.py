@@ -75,7 +75,7 @@ def _on_device(device: torch.device) -> StreamKernels:
     # Imported when it is needed: a machine without a GPU need not have it.
     from dcr.data_plane.kernels.triton_streams import TritonStreamKernels  # noqa: PLC0415
 
-    return _tried_on(device, TritonStreamKernels(stream_kernels()))
+    return _tried_on(device, TritonStreamKernels(device, stream_kernels()))
 
 
 def _tried_on(device: torch.device, kernels: StreamKernels) -> StreamKernels:

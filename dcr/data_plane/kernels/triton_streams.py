@@ -29,25 +29,27 @@ _ACTIONS = {Operation.SET: triton_items.SET, Operation.XOR: triton_items.XOR, Op
 
 
 class TritonStreamKernels:
-    """Stream kernels for tensors on one device, whichever that is.
+    """Stream kernels for tensors on one device.
 
     Usable from several threads; what they launch goes one after the other.
 
     Args:
+        device: where tensors lie.
         host: the backend of the host, which decodes, and whose threads compress.
     """
 
-    def __init__(self, host: StreamKernels) -> None:
+    def __init__(self, device: torch.device, host: StreamKernels) -> None:
+        self._device = device
         self._host = host
         self._launching = threading.Lock()
 
     def differences(self, old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Difference:
         """See :meth:`StreamKernels.differences`; positions are counted from ``start``."""
-        old, new = (_signed(bits.detach().contiguous()) for bits in (old.to(new.device), new))
+        old, new = (_signed(bits.detach().contiguous()) for bits in (old.to(self._device), new))
         elements = new.numel()
         blocks = triton.cdiv(elements, _SHARD_BLOCK)
         found = 0
-        with self._launching, on(new.device):
+        with self._launching, on(self._device):
             ends = new.new_empty(blocks, dtype=torch.int64)
             if blocks:
                 triton_shards.count_differences[(blocks,)](old, new, ends, elements, BLOCK=_SHARD_BLOCK)
@@ -65,14 +67,14 @@ class TritonStreamKernels:
         entries, blocks = indices.numel(), triton.cdiv(indices.numel(), _ENTRY_BLOCK)
         if not blocks:
             return ContentDigest()
-        keys = host_room(4, torch.int64, indices.device)
+        keys = host_room(4, torch.int64, self._device)
         keys.numpy()[:] = digest_keys(spec)
-        with self._launching, on(indices.device):
+        with self._launching, on(self._device):
             sums = indices.new_empty(3 * blocks)
             triton_shards.digest_entries[(blocks,)](
                 indices.contiguous(),
                 _signed(bits.contiguous()),
-                to_device(keys, indices.device),
+                to_device(keys, self._device),
                 sums,
                 entries,
                 WIDTH=bits.itemsize,
@@ -85,7 +87,7 @@ class TritonStreamKernels:
         """See :meth:`StreamKernels.encode`; the digest is the host's."""
         if not item.entries:
             return ItemBytes(0, (np.empty(0, np.uint8),) * 13), entry_digest(item)
-        with self._launching, on(item.indices.device):
+        with self._launching, on(self._device):
             written = _encode(item)
         if written is None:
             encode_streams(item, 0)  # says why
@@ -98,9 +100,9 @@ class TritonStreamKernels:
 
     def each(self, work: Callable[[A], B], things: Sequence[A], sizes: Sequence[int]) -> list[B]:
         """See :meth:`StreamKernels.each`; on the host's threads, which launch on the caller's stream."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._device.type != "cuda":
             return self._host.each(work, things, sizes)
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
 
         def on_stream(thing: A) -> B:
             with torch.cuda.stream(stream):

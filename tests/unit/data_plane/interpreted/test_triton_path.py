@@ -28,7 +28,7 @@ def sent(monkeypatch):
             chunks.append(chunk[:2])
             yield chunk
 
-    streams = TritonStreamKernels(stream_choice.stream_kernels())
+    streams = TritonStreamKernels(CPU, stream_choice.stream_kernels())
     choice.kernels_for([])  # tried before it is replaced
     monkeypatch.setitem(stream_choice._tried, CPU, streams)
     monkeypatch.setitem(choice._tried, CPU, TritonKernels(CPU))
@@ -37,7 +37,7 @@ def sent(monkeypatch):
 
 
 def test_the_kernels_pass_their_trial():
-    streams = TritonStreamKernels(stream_choice.stream_kernels())
+    streams = TritonStreamKernels(CPU, stream_choice.stream_kernels())
     assert stream_choice._tried_on(CPU, streams) is streams
     choice._try(TritonKernels(CPU), CPU)
 

@@ -19,7 +19,7 @@ from tests.unit.data_plane import golden
 from tests.unit.data_plane.strategies import items, payloads, same
 
 TORCH = TorchStreamKernels()
-TRITON = TritonStreamKernels(stream_kernels())
+TRITON = TritonStreamKernels(torch.device("cpu"), stream_kernels())
 WIDTHS = [torch.uint8, torch.int16, torch.int32, torch.int64]
 
 
