@@ -49,10 +49,13 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
-def report(bench: str, rows: Sequence[Row], not_measured: Sequence[str], *, as_json: bool) -> None:
-    """Print the rows, and what they say nothing about."""
+def report(
+    bench: str, rows: Sequence[Row], not_measured: Sequence[str], *, as_json: bool, notes: Sequence[str] = ()
+) -> None:
+    """Print the rows, what they say nothing about, and what to know about those that miss their aim."""
     if as_json:
-        print(json.dumps({"bench": bench, "rows": [row.json() for row in rows], "not_measured": list(not_measured)}))
+        found = {"bench": bench, "rows": [row.json() for row in rows], "not_measured": list(not_measured)}
+        print(json.dumps({**found, "notes": list(notes)}))
         return
     heads = ("claim", "measured", "unit", "paper", "peer", "aim", "met")
     lines = [heads, *(tuple(_shown(row.json()[head]) for head in heads) for row in rows)]
@@ -62,6 +65,8 @@ def report(bench: str, rows: Sequence[Row], not_measured: Sequence[str], *, as_j
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for text in not_measured:
         print(f"not measured: {text}")
+    for text in notes:
+        print(f"note: {text}")
 
 
 def _shown(value: object) -> str:
