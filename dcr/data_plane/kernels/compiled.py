@@ -123,6 +123,74 @@ def mark(bitmap, keys):
 
 
 @_inlined
+def _common(a, b):
+    """Greatest common divisor."""
+    while b:
+        a, b = b, a % b
+    return a
+
+
+@_compiled
+def runs(where, cut, out):
+    """Runs of constant step, greedily: start, first value, length and step into ``out`` [4, rows], if it has rows.
+
+    None is longer than ``cut``, if that is above 1.  Returns how many there are, and the common divisor of lengths.
+    """
+    rows, i, n, common = 0, np.int64(0), where.size, np.int64(0)
+    most = cut if cut > 1 else _FAR
+    while i < n:
+        j, step = i + 1, np.int64(0)
+        if j < n:
+            step = where[j] - where[i]
+            while j < n and j - i < most and where[j] - where[j - 1] == step:
+                j += 1
+        if out.shape[1] > 0:
+            out[0, rows], out[1, rows], out[2, rows], out[3, rows] = i, where[i], j - i, step
+        rows += 1
+        common = _common(j - i, common)
+        i = j
+    return rows, common
+
+
+@_inlined
+def _alike(rows, a, b):
+    alike = True
+    for k in range(2, rows.shape[0]):
+        alike &= rows[k, a] == rows[k, b]
+    return alike
+
+
+@_compiled
+def nest(rows, cut, out):
+    """Neighbours alike at constant distance, greedily, into one more dimension; ``cut`` and results as for ``runs``.
+
+    ``rows`` and ``out`` hold source, target, and (size, source stride, target stride) of each dimension, innermost
+    first; ``out`` has one dimension more, and no columns if they are only to be counted.
+    """
+    found, i, n, k, common = 0, np.int64(0), rows.shape[1], rows.shape[0], np.int64(0)
+    most = cut if cut > 1 else _FAR
+    while i < n:
+        j, source, target = i + 1, np.int64(0), np.int64(0)
+        if j < n and _alike(rows, i, j):
+            source, target = rows[0, j] - rows[0, i], rows[1, j] - rows[1, i]
+            while (
+                j < n
+                and j - i < most
+                and _alike(rows, i, j)
+                and rows[0, j] - rows[0, j - 1] == source
+                and rows[1, j] - rows[1, j - 1] == target
+            ):
+                j += 1
+        if out.shape[1] > 0:
+            out[:k, found] = rows[:, i]
+            out[k, found], out[k + 1, found], out[k + 2, found] = j - i, source, target
+        found += 1
+        common = _common(j - i, common)
+        i = j
+    return found, common
+
+
+@_inlined
 def _store(memory, at, value, action):
     if action == SET:
         memory[at] = value

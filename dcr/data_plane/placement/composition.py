@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dcr.data_plane.placement.conversion import Conversion, compose, find
+from dcr.data_plane.placement.conversion import Conversion, Ints, compose, find
 from dcr.data_plane.placement.prewarm import Learned, Prewarm
 from dcr.data_plane.region import Region
 from dcr.protocol.errors import RefusedError
@@ -63,12 +63,15 @@ class StandIns:
                     "be run any more: choose a backend that keeps the loader's layout"
                 )
         found: dict[str, Learned] = {}
+        reached: dict[int, Ints] = {}  # of the stand-in that was composed last: it is large
         for name, one in learned.learned.items():
             start = self._holding(one.writes[0].region) if one.writes else None
             if start is None:
                 found[name] = one
                 continue
             table, key = find(model, self._standing[start].name)
+            if start not in reached:
+                reached = {start: self._standing[start].reached(table[key])}
             # Its writes are of another storage than the resident one: boxes are all that is left of them.
-            found[name] = Learned((), boxes=tuple(compose(one.boxes, start, table[key], self._standing[start])))
+            found[name] = Learned((), boxes=tuple(compose(one.boxes, start, table[key], reached[start])))
         return dataclasses.replace(learned, learned=found, calls=())

@@ -11,20 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
-from dcr.data_plane.bits import bit_view, bits_dtype, unsigned
+from dcr.data_plane.bits import bit_view
 from dcr.data_plane.index_map import Box, IndexMap, fit
 from dcr.data_plane.kernels.box_table import PlacedBox
+from dcr.data_plane.placement.regular_fit import fit_regular, strided
 from dcr.protocol.errors import RefusedError
 
 Convert = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A conversion as the runtime does it: tensors in the loader's layout -> tensors as they are served, by the same names.
 It may overwrite what it is given."""
 
-CHUNK_ELEMENTS = 1 << 22
-"""Elements that are fitted at a time: about ten int64 each."""
+_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+Words = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,11 @@ class Form:
     def numel(self) -> int:
         """Number of elements."""
         return torch.Size(self.shape).numel()
+
+    @property
+    def unit(self) -> int:
+        """Elements of one slice along the first dimension, such as an expert."""
+        return max(torch.Size(self.shape[1:]).numel(), 1)
 
     def stand_in(self) -> torch.Tensor:
         """A tensor of this form on the host, whose memory costs nothing until it is written."""
@@ -87,11 +96,21 @@ class Conversion:
         same = Box.of((self.form.numel,), (1,), (1,)) if self.form.numel else None
         return self.shape != self.form.shape or self.index_map.boxes != (() if same is None else (same,))
 
-    def placed(self, served: torch.Tensor) -> IndexMap:
-        """Row-major index in the loader's layout -> element of the served tensor's storage, from its first one."""
-        rows = Box.of(self.shape, _row_major(self.shape), served.stride()) if served.numel() else None
-        moved = [] if rows is None else [b for box in self.index_map.boxes for b in _through(box, IndexMap((rows,)))]
-        return IndexMap(tuple(moved))
+    def reached(self, served: torch.Tensor) -> Ints:
+        """Of every row-major index in the loader's layout: the element of the served tensor's storage, from its first.
+
+        Eight bytes an element.
+        """
+        where = np.empty(self.form.numel, np.int64)
+        for box in self.index_map.boxes:
+            targets = strided(where, box.source_offset, box.sizes, box.source_strides)
+            targets[...] = box.target_offset
+            for dim, (size, stride) in enumerate(zip(box.sizes, box.target_strides, strict=True)):
+                targets += (np.arange(size) * stride).reshape(-1, *(1,) * (len(box.sizes) - dim - 1))
+        if served.is_contiguous():
+            return where
+        places = zip(self.shape, _row_major(self.shape), served.stride(), strict=True)
+        return sum((where // step % size * stride for size, step, stride in places), np.zeros_like(where))
 
     def padding_holds(self, served: torch.Tensor) -> bool:
         """Whether the served tensor has its constants where no element goes."""
@@ -105,8 +124,8 @@ def learn_conversions(convert: Convert, forms: Mapping[str, Form], *, seed: int 
     """Run a conversion on ids, and say where every element goes.
 
     Ids are carried in the stored bits, as many runs as their digits need; one run more with one digit inverted tells
-    elements from constants, and one with random bits proves the answer: NaN, -0.0 and all.  Needs about 16 bytes an
-    element on the host.
+    elements from constants, and one with random bits proves the answer: NaN, -0.0 and all.  Needs about 32 bytes an
+    element on the host, beside what the conversion itself does.
 
     Args:
         convert: the conversion.
@@ -121,59 +140,71 @@ def learn_conversions(convert: Convert, forms: Mapping[str, Form], *, seed: int 
     """
     starts, total = {}, 0
     for name, form in forms.items():
+        if form.dtype == torch.bool:
+            raise RefusedError("a conversion of booleans cannot be learned: they carry no ids")
         starts[name], total = total, total + form.numel
-    ids: dict[str, torch.Tensor] = {}
-    shift = 0
-    given = {n: torch.arange(starts[n] + 1, starts[n] + 1 + f.numel) for n, f in forms.items()}
-    width = min(32, *(8 * f.dtype.itemsize for f in forms.values()))
-    while shift == 0 or total >> shift:
-        digits = _run(convert, forms, {n: (i >> shift) & ((1 << width) - 1) for n, i in given.items()})
-        if shift == 0:
-            inverse = _run(convert, forms, {n: ~i & ((1 << width) - 1) for n, i in given.items()})
-            low = digits
-        for name, (_, found) in digits.items():
-            part = (found & ((1 << width) - 1)) << shift
-            ids[name] = ids[name] | part if name in ids else part
-        shift += width
+    wide = np.uint64 if total >> 32 else np.uint32
+    digit = _UNSIGNED[min(4, *(f.dtype.itemsize for f in forms.values()))]
+    digits = np.dtype(wide).itemsize // np.dtype(digit).itemsize
+
+    def run(number: int, *, inverted: bool = False) -> dict[str, _Out]:
+        words = {}
+        for name, form in forms.items():
+            ids = np.arange(starts[name] + 1, starts[name] + 1 + form.numel, dtype=wide)
+            part = ids.view(digit)[number::digits]
+            words[name] = (~part if inverted else part).astype(_UNSIGNED[form.dtype.itemsize])
+        return _run(convert, forms, words)
+
+    low, inverse = run(0), run(0, inverted=True)
+    found = {name: np.zeros(one.words.size, wide) for name, one in low.items()}
+    for number in range(digits):
+        if total >> (8 * np.dtype(digit).itemsize * number):
+            for name, one in (run(number) if number else low).items():
+                found[name].view(digit)[number::digits] = one.words  # keeps the low bits
     conversions = {}
     for name, form in forms.items():
-        shape, first = low[name]
-        changed = inverse[name][1]
-        constant = first == changed
-        if bool((constant | (first ^ changed == (1 << width) - 1)).logical_not().any()):
+        shape, first = low[name].shape, low[name].words
+        constant = first == inverse[name].words
+        if not bool((constant | (first ^ inverse[name].words == np.iinfo(digit).max)).all()):
             raise RefusedError(f"conversion of {name} computes values, so that its result is not a matter of places")
-        source = ids[name][~constant] - 1 - starts[name]
-        target = (~constant).nonzero().flatten()
-        _check_places(name, form, source)
-        padding = constant.nonzero().flatten()
-        bits = _narrowed(first[padding], form.dtype)
-        conversions[name] = Conversion(name, form, shape, _fit(source, target), (padding, bits))
+        padding = np.flatnonzero(constant)
+        where = _places(name, form, found.pop(name), constant if padding.size else None, starts[name] + 1)
+        bits = torch.from_numpy(first[padding].view(_signed(form.dtype)))
+        conversions[name] = Conversion(
+            name, form, shape, fit_regular(where, unit=form.unit), (torch.from_numpy(padding), bits)
+        )
     _prove(convert, forms, conversions, seed)
     return conversions
 
 
-def _check_places(name: str, form: Form, source: torch.Tensor) -> None:
-    if source.numel() and (int(source.min()) < 0 or int(source.max()) >= form.numel):
+@dataclass(frozen=True)
+class _Out:
+    """What came out of a conversion: shape, and stored bits in row-major order, unsigned."""
+
+    shape: tuple[int, ...]
+    words: Words
+
+
+def _places(name: str, form: Form, ids: Words, constant: npt.NDArray[np.bool_] | None, first: int) -> Ints:
+    """Row-major index in the loader's layout -> row-major index as served, of ids that count from ``first``."""
+    target = np.arange(ids.size) if constant is None else np.flatnonzero(~constant)
+    source = (ids if constant is None else ids[target]).astype(np.int64) - first
+    if source.size and (int(source.min()) < 0 or int(source.max()) >= form.numel):
         raise RefusedError(f"conversion of {name} computes values, or joins elements of several tensors")
-    seen = torch.zeros(form.numel, dtype=torch.bool)
-    seen[source] = True
-    if source.numel() > form.numel:
+    if source.size > form.numel:
         raise RefusedError(f"conversion of {name} repeats elements; one place an element can be updated, no more")
-    if not bool(seen.all()):
-        raise RefusedError(f"conversion of {name} drops {int((~seen).sum())} of its {form.numel} elements")
+    where = np.full(form.numel, -1)
+    where[source] = target
+    if dropped := int((where < 0).sum()):
+        raise RefusedError(f"conversion of {name} drops {dropped} of its {form.numel} elements")
+    return where
 
 
-def _fit(source: torch.Tensor, target: torch.Tensor) -> IndexMap:
-    """Boxes of distinct pairs, part by part, so that no part needs much memory."""
-    parts = [slice(at, at + CHUNK_ELEMENTS) for at in range(0, source.numel(), CHUNK_ELEMENTS)]
-    return IndexMap(tuple(box for part in parts for box in fit(source[part], target[part]).boxes))
-
-
-def _run(
-    convert: Convert, forms: Mapping[str, Form], words: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-    """Convert words carried in stored bits; shape and words, int64 and in row-major order, of what comes out."""
-    tensors = {n: _narrowed(words[n], f.dtype).view(f.dtype).view(f.shape) for n, f in forms.items()}
+def _run(convert: Convert, forms: Mapping[str, Form], words: Mapping[str, Words]) -> dict[str, _Out]:
+    """Convert words carried in stored bits, unsigned and of each dtype's width."""
+    tensors = {
+        n: torch.from_numpy(words[n].view(_signed(f.dtype))).view(f.dtype).view(f.shape) for n, f in forms.items()
+    }
     try:
         with torch.no_grad():
             out = convert(tensors)
@@ -184,80 +215,61 @@ def _run(
     for name, tensor in out.items():
         if tensor.dtype != forms[name].dtype:
             raise RefusedError(f"conversion of {name} changes its dtype from {forms[name].dtype} to {tensor.dtype}")
-    return {n: (tuple(t.shape), unsigned(bit_view(t.contiguous()).flatten().cpu())) for n, t in out.items()}
+    flat = {n: bit_view(t.contiguous()).flatten().cpu().numpy() for n, t in out.items()}
+    return {n: _Out(tuple(t.shape), flat[n].view(_UNSIGNED[t.dtype.itemsize])) for n, t in out.items()}
 
 
-def _narrowed(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Unsigned words, int64, as stored bits of a dtype."""
-    if dtype == torch.bool:
-        raise RefusedError("a conversion of booleans cannot be learned: they carry no ids")
-    return words.to(bits_dtype(dtype))  # keeps the low bits
+def _signed(dtype: torch.dtype) -> npt.DTypeLike:
+    """NumPy's name of ``bits_dtype``."""
+    return np.uint8 if dtype.itemsize == 1 else np.dtype(f"i{dtype.itemsize}")
 
 
 def _prove(convert: Convert, forms: Mapping[str, Form], conversions: Mapping[str, Conversion], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    words = {n: torch.randint(-(1 << 63), (1 << 63) - 1, (f.numel,), generator=generator) for n, f in forms.items()}
-    words = {n: unsigned(_narrowed(w, forms[n].dtype)) for n, w in words.items()}
-    for name, (shape, found) in _run(convert, forms, words).items():
+    rng = np.random.default_rng(seed)
+    kinds = {n: _UNSIGNED[f.dtype.itemsize] for n, f in forms.items()}
+    words = {n: rng.integers(0, np.iinfo(kinds[n]).max, f.numel, kinds[n], endpoint=True) for n, f in forms.items()}
+    for name, out in _run(convert, forms, {n: w.copy() for n, w in words.items()}).items():
         one = conversions[name]
-        expected = torch.empty_like(found)
-        expected[one.padding[0]] = unsigned(one.padding[1])
-        for box in one.index_map.boxes:
-            source, target = box.expand()
-            expected[target] = words[name][source]
-        if shape != one.shape or not torch.equal(expected, found):
+        expected = ~out.words  # what no box and no padding reaches is wrong
+        if expected.size == one.padding[0].numel() + forms[name].numel:
+            expected[one.padding[0].numpy()] = one.padding[1].numpy().view(kinds[name])
+            for box in one.index_map.boxes:
+                target = strided(expected, box.target_offset, box.sizes, box.target_strides)
+                target[...] = strided(words[name], box.source_offset, box.sizes, box.source_strides)
+        if out.shape != one.shape or not np.array_equal(expected, out.words):
             raise RefusedError(f"conversion of {name} depends on values: random bits do not go where ids went")
 
 
 # ---------------------------------------------------------------- composing
 
 
-def compose(placed: Sequence[PlacedBox], start: int, served: torch.Tensor, conversion: Conversion) -> list[PlacedBox]:
+def compose(placed: Sequence[PlacedBox], start: int, served: torch.Tensor, reached: Ints) -> list[PlacedBox]:
     """Boxes into a stand-in, followed by the conversion: boxes into the served tensor.
 
     Args:
         placed: boxes of one canonical tensor into the stand-in.
         start: address of the stand-in.
         served: the resident tensor, of the conversion's shape.
-        conversion: its conversion.
+        reached: its conversion's ``reached(served)``.
     """
-    width = served.element_size()
-    inside, base = conversion.placed(served), served.data_ptr()
+    width, base = served.element_size(), served.data_ptr()
     found = []
     for one in placed:
         box = one.box
-        loader = Box.of(
-            box.sizes,
-            box.source_strides,
-            [stride // width for stride in box.target_strides],
-            box.source_offset,
-            (box.target_offset - start) // width,
-        )
-        for there in _through(loader, inside):
-            strides = [stride * width for stride in there.target_strides]
-            moved = Box.of(
-                there.sizes, there.source_strides, strides, there.source_offset, base + there.target_offset * width
-            )
-            found.append(PlacedBox(moved, one.widened))
+        strides = tuple(stride // width for stride in box.target_strides)
+        targets = strided(reached, (box.target_offset - start) // width, box.sizes, strides).reshape(-1)
+        low, high = box.source_bounds
+        if high - low + 1 == box.numel:
+            unit = box.numel // box.sizes[0] if box.sizes else 1
+            moved = fit_regular(targets, first=low, unit=unit)
+        else:
+            moved = fit(box.expand()[0], torch.from_numpy(np.ascontiguousarray(targets)))
+        for there in moved.boxes:
+            steps = [stride * width for stride in there.target_strides]
+            address = base + there.target_offset * width
+            at = Box.of(there.sizes, there.source_strides, steps, there.source_offset, address)
+            found.append(PlacedBox(at, one.widened))
     return found
-
-
-def _through(box: Box, other: IndexMap) -> list[Box]:
-    """A box followed by a map that holds all of its targets; costs its expansion, part by part."""
-    if box.numel > CHUNK_ELEMENTS and box.sizes[0] > 1:
-        half = box.sizes[0] // 2
-        rest = (box.source_offset + half * box.source_strides[0], box.target_offset + half * box.target_strides[0])
-        parts = [(half, (box.source_offset, box.target_offset)), (box.sizes[0] - half, rest)]
-        return [
-            found
-            for size, offsets in parts
-            for found in _through(
-                Box.of((size, *box.sizes[1:]), box.source_strides, box.target_strides, *offsets), other
-            )
-        ]
-    found = IndexMap((box,)).then(other)
-    assert found.numel == box.numel, "a conversion has a place for every element"
-    return list(found.boxes)
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:
