@@ -50,10 +50,13 @@ from dcr.runtime.rank_messages import (
     encode,
 )
 from dcr.runtime.shared_memory import read_shared
+from dcr.runtime.tied_changes import TiedChanges
 
 StorageFactory = Callable[[Sequence[TensorSpec]], Storage]
 
 _log = logging.getLogger("dcr.rank")
+_CHANGES = {Kind.RELATIVE, Kind.ABSOLUTE}
+"""Kinds whose payloads hold what has changed; the others hold every element, changed or not."""
 NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
 """What may be said of a rank before a node agent has attached to it."""
 
@@ -97,12 +100,14 @@ class RankHost:
         self._storage: Storage | None = None
         self._receiver: Receiver | None = None
         self._known: dict[str, TensorSpec] = {}
-        self._skipped: frozenset[str] = frozenset()
+        self._undecoded: frozenset[str] = frozenset()  # nothing of them is held here, nor compared
         self._orphans: frozenset[str] = frozenset()
         self._held: dict[PayloadIdentity, bytes | memoryview] = {}
         self._held_bytes = 0
         self._touched: dict[int, TouchedElements] = {}  # of the epoch that payloads come for
         self._noted: set[PayloadIdentity] = set()
+        self._tied_changes = TiedChanges({})
+        self._kind = Kind.RESTORE  # of the payload that came last
         self._seconds: dict[str, float] = {}
         self._seconds_epoch = -1
 
@@ -173,13 +178,15 @@ class RankHost:
         loaded = by_class[LoaderClass.BOX] + by_class[LoaderClass.TRANSFORMING]
         self._storage = storage
         self._tied = self._find_tied(by_class[LoaderClass.SKIPPED], loaded)
+        # What is sent under both names is compared, so the operation must be the same.
+        set_with = [n for n, partner in self._tied.items() if partner in set(by_class[LoaderClass.TRANSFORMING])]
         self._known = {s.name: s for s in specs}
-        self._skipped = frozenset(by_class[LoaderClass.SKIPPED])
+        self._undecoded = frozenset(by_class[LoaderClass.SKIPPED]) - self._tied.keys()
         self._receiver = Receiver(request.engine, request.record_id, loaded_digest)
         self._attach = request
         self._attached = Attached(
             self._incarnation,
-            tuple(by_class[LoaderClass.TRANSFORMING]),
+            tuple(sorted(by_class[LoaderClass.TRANSFORMING] + set_with)),
             tuple(by_class[LoaderClass.SKIPPED]),
             {name: prewarm.reasons[name] for name in by_class[LoaderClass.REFUSED]},
             tuple(sorted(self._tied)),
@@ -211,10 +218,11 @@ class RankHost:
             digest = payload_digest(data)
             if received and digest != received:
                 raise CorruptPayloadError(f"shared memory does not hold what the node received for {identity}")
-            header, items = decode_payload(data, self._limits, self._known, self._skipped)
+            header, items = decode_payload(data, self._limits, self._known, self._undecoded)
         if header.identity != identity:
             raise CorruptPayloadError(f"bytes fetched for {identity} are payload {header.identity}")
         self._took(identity.epoch, "decode", started)
+        self._kind = header.base.kind
         if lost := self._lost(header):
             return self._carry_out(receiver.undeliverable(identity.epoch, lost))
         effects = receiver.payload(header.identity, header.base, digest, header.entries)
@@ -226,7 +234,7 @@ class RankHost:
         A dense payload or a restore holds every element, changed or not, and says nothing of changes: what it leaves
         out here, a dense load by the same loader leaves out too.
         """
-        if header.base.kind not in {Kind.RELATIVE, Kind.ABSOLUTE}:
+        if header.base.kind not in _CHANGES:
             return ""
         lost = sorted({i.name for i in header.items if i.entries and i.name in self._orphans})
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -284,9 +292,11 @@ class RankHost:
         """
         if identity.epoch not in self._touched:
             self._touched, self._noted = {identity.epoch: TouchedElements()}, set()
+            self._tied_changes = TiedChanges(self._tied if self._kind in _CHANGES else {})
         if identity in self._noted:
             return ""
         self._noted.add(identity)
+        self._tied_changes.add(items)
         twice = self._touched[identity.epoch].add(items)
         if not twice:
             return ""
@@ -343,6 +353,8 @@ class RankHost:
 
     def _synchronise(self, receiver: Receiver, storage: Storage, epoch: int) -> list[Effect]:
         started = time.perf_counter()
+        if lost := self._tied_changes.lost():
+            return receiver.synchronise_failed(epoch, lost)
         try:
             storage.synchronise()
         except (DcrError, RuntimeError) as e:

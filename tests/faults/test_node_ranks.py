@@ -282,8 +282,9 @@ def test_a_tensor_that_no_rank_holds_may_not_change(fleet_of, node_of):
 class Tied(nn.Module):
     """``head`` is ``embed`` by another name; the loader takes only the latter."""
 
-    def __init__(self):
+    def __init__(self, sign=1):
         super().__init__()
+        self._sign = sign  # -1: the loader computes what it writes, and there is no way back
         self.embed = nn.Parameter(torch.zeros(64, 24, dtype=BF16), requires_grad=False)
         self.head = self.embed
         self.alike = nn.Parameter(torch.zeros(64, 24, dtype=BF16), requires_grad=False)
@@ -292,7 +293,7 @@ class Tied(nn.Module):
     def load_weights(self, weights):
         loaded = [(name, tensor) for name, tensor in weights if name == "embed"]
         for _, tensor in loaded:
-            self.embed.data.copy_(tensor)
+            self.embed.data.copy_(tensor if self._sign == 1 else -tensor)
         return {name for name, _ in loaded}
 
 
@@ -328,6 +329,39 @@ def test_a_tied_tensor_may_change_and_one_that_is_only_skipped_may_not(tmp_path,
         else:
             with pytest.raises(PushError, match="tensor 'alike' has changed, but no rank of this engine holds it"):
                 refit.push()
+    finally:
+        node.close()
+        refit.close()
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["box", "transforming"])
+def test_tied_tensors_that_change_each_in_its_own_way_are_refused_by_name(tmp_path, sign):
+    policy = nn.Module()
+    policy.embed = nn.Parameter(torch.randn(64, 24).to(BF16), requires_grad=False)
+    policy.head = nn.Parameter(policy.embed.detach().clone(), requires_grad=False)
+    save_file({n: t.detach() for n, t in policy.state_dict().items()}, tmp_path / "model.safetensors")
+    model = Tied(sign)
+    model.load_weights(read_checkpoint(tmp_path))
+    addresses = {"control": f"sqlite://{tmp_path}/record.db", "delivery": f"file://{tmp_path}/payloads"}
+    # Payloads so small that the same change of both tensors is cut at other places.
+    settings = {"attempts_max": 1, "push_timeout_s": 60.0, "bucket_bytes": 900}
+    refit = TrainerRefit(policy, **addresses, settings=settings)
+    node = RolloutNode(TorchEngine(model, name="a", checkpoint=tmp_path), **addresses, settings=settings)
+    try:
+        node.wait_serving(0, WAIT_S)
+        with torch.no_grad():
+            policy.embed[::2].add_(1)
+            policy.head[::2].add_(1)
+        refit.push()  # the same change under both names
+        assert node.wait_serving(1, WAIT_S) == 1
+        held = model.embed.detach() * sign
+        assert torch.equal(held.view(torch.int16), policy.embed.view(torch.int16))
+        with torch.no_grad():
+            policy.embed[3].add_(1)
+            policy.head[3].add_(2)
+        with pytest.raises(PushError, match=r"head shares its memory with embed here, .* changed in different ways"):
+            refit.push()
+        assert node.version is None
     finally:
         node.close()
         refit.close()
