@@ -1,6 +1,7 @@
 """The host of one rollout rank: carries out its receiver's effects on real storage, in the process that holds it."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -62,7 +63,7 @@ NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
 
 
 class RankHost:
-    """One receiver and its storage.  Calls come one at a time.
+    """One receiver and its storage.  Threads that call at once take turns.
 
     The memory of what was applied is made with the storage's host and lost with it (DESIGN D7): a node agent that
     restarts attaches again and finds it; a rank that restarts has a new incarnation.
@@ -102,6 +103,7 @@ class RankHost:
         self._known: dict[str, TensorSpec] = {}
         self._undecoded: frozenset[str] = frozenset()  # nothing of them is held here, nor compared
         self._orphans: frozenset[str] = frozenset()
+        self._turn = threading.Lock()
         self._held: dict[PayloadIdentity, bytes | memoryview] = {}
         self._held_bytes = 0
         self._touched: dict[int, TouchedElements] = {}  # of the epoch that payloads come for
@@ -113,12 +115,13 @@ class RankHost:
 
     def call(self, request: bytes) -> bytes:
         """Take one request, return one answer; refusals are answers, and change nothing."""
-        try:
-            results = self._take(decode_request(request))
-        except RefusedError as e:
-            corrupt = isinstance(e, CorruptPayloadError)
-            return encode(Answer((), self._state, refused=f"{type(e).__name__}: {e}", corrupt=corrupt))
-        return encode(Answer(tuple(results), self._state, seconds=dict(self._seconds)))
+        with self._turn:
+            try:
+                results = self._take(decode_request(request))
+            except RefusedError as e:
+                corrupt = isinstance(e, CorruptPayloadError)
+                return encode(Answer((), self._state, refused=f"{type(e).__name__}: {e}", corrupt=corrupt))
+            return encode(Answer(tuple(results), self._state, seconds=dict(self._seconds)))
 
     @property
     def _state(self) -> StorageState:

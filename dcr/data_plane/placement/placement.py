@@ -1,5 +1,6 @@
 """Learned placement: what the native loader does is learned once, and then repeated without it (DESIGN section 5)."""
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -99,6 +100,7 @@ class Placement:
         self._dense: list[HookedLoad] = []
         self._missing: dict[str, list[Write]] = {}
         self._prewarm: Prewarm | None = None
+        self._turn = threading.Lock()  # kernels run without the interpreter's lock, and hooks and scratch are one
 
     def prewarm(self) -> Prewarm:
         """See :meth:`Storage.prewarm`; a tensor that cannot be refitted raises nothing before it is applied.
@@ -138,9 +140,13 @@ class Placement:
         self._model.synchronise()
 
     def apply(self, items: Sequence[Item]) -> int:
-        """See :meth:`Storage.apply`."""
+        """See :meth:`Storage.apply`; threads that call at once take turns."""
         if not items:
             return 0
+        with self._turn:
+            return self._apply(items)
+
+    def _apply(self, items: Sequence[Item]) -> int:
         admitted = self._model.admit(items)
         records, hooked = self._sorted(admitted)
         self._check(records, hooked)

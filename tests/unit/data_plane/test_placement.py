@@ -1,6 +1,8 @@
 """Learned placement: what it reads back, what it checks, what it refuses, and what it costs to learn."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import loaders
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.kernels.numba_cpu import NumbaKernels
 from dcr.data_plane.placement.box_fit import REPLICAS_MAX
 from dcr.data_plane.placement.learning import learn
 from dcr.data_plane.placement.placement import Placement
@@ -262,6 +265,68 @@ def test_a_count_of_hits_that_disagrees_is_a_partial_write():
     item = Item(loaders.SPEC, Operation.ADD, torch.tensor([1, 40]), torch.tensor([1, 1], dtype=torch.int16))
     with pytest.raises(PartialWriteError, match="w: its 2 entries found 1 places"):
         path.apply([item])
+
+
+class Inside:
+    """How many threads are in a place at once, at most; each stays there long enough to be met."""
+
+    def __init__(self):
+        self._lock, self._now, self.most = threading.Lock(), 0, 0
+
+    def __enter__(self):
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(0.005)
+
+    def __exit__(self, *_):
+        with self._lock:
+            self._now -= 1
+
+
+@pytest.mark.parametrize("transforming", [False, True])
+def test_threads_that_apply_at_once_take_turns(transforming):
+    """Neither two kernels nor two hooked loads are at work at once, and all differences are applied, each once."""
+    inside, threads, rounds = Inside(), 4, 6
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(40, 100, dtype=torch.bfloat16), requires_grad=False)
+    spec = TensorSpec("w", (40, 100), torch.bfloat16)
+
+    class Kernels(NumbaKernels):
+        def place(self, table, records):
+            with inside:
+                return super().place(table, records)
+
+    def load(pairs):
+        with torch.no_grad():
+            for _, w in pairs:
+                if learned and transforming:
+                    with inside:
+                        pass
+                model.w.copy_(-w if transforming else w)
+
+    learned = False
+    path = Placement(model, load, [spec], kernels=Kernels(1))
+    path.prewarm().raise_if_refused()
+    learned = True
+    everywhere = torch.arange(spec.numel)
+
+    def worker(number):
+        for _ in range(rounds):
+            if transforming:  # each has elements of its own; the loader, its hooks and its scratch are one
+                mine = everywhere[number::threads]
+                values = torch.full((mine.numel(),), float(number + 1)).bfloat16().view(torch.int16)
+                path.apply([Item(spec, Operation.SET, mine, values)])
+            else:
+                path.apply([Item(spec, Operation.ADD, everywhere, torch.ones(spec.numel).short())])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(worker, range(threads)))
+    assert inside.most == 1
+    if transforming:
+        assert torch.equal(model.w.flatten(), -(everywhere % threads + 1).bfloat16())
+    else:
+        assert bool((model.w.view(torch.int16) == threads * rounds).all())
 
 
 def test_an_unknown_verification_is_refused():

@@ -1,6 +1,9 @@
 """A rank's host, through bytes: what it is sent wrongly is named, never acknowledged, and changes no resident byte."""
 
+import random
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import msgspec
@@ -11,6 +14,7 @@ from rank import EMBED, LOADED, OWNERS, Q, Rank, acknowledged, failed
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.placement.loader_path import LoaderPath
+from dcr.data_plane.placement.placement import Placement
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import OpenApply
 from dcr.protocol.receiver import PrepareRank
@@ -403,3 +407,24 @@ def test_a_commit_of_other_manifests_does_not_make_storage_clean():
     committed = Committed(1, 1, "c", (), rank.root(), "op")
     state = rank.call(Learn(CommitRecord("r", 1, 1, "l", 1, "ee" * 16, committed=committed))).state
     assert (state.version, state.content_digest, state.clean) == (1, "ee" * 16, True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_threads_that_call_a_rank_at_once_take_turns(seed):
+    """Everything of an attempt several times, from several threads, in any order: as if it had come in one."""
+
+    class Slow(Placement):
+        def apply(self, items):
+            time.sleep(0.005)  # long enough for another call to come meanwhile
+            return super().apply(items)
+
+    rank = Rank(storage=Slow)
+    rank.open()
+    calls = [r for r in rank.requests for _ in range(4)]
+    random.Random(seed).shuffle(calls)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(rank.call, calls))
+    assert not failed(answers)
+    assert not any(a.refused for a in answers)
+    assert [r.root for r in acknowledged(answers)] == [rank.root()]
+    assert rank.bits == dense(rank.new)
