@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     drain_timeout_s: float = 60.0
     """How long running requests may take to leave a closing gate."""
     delivery_timeout_s: float = 60.0
-    """How long a payload that a manifest lists may stay out of sight."""
+    """How long the next payload that an owner's manifest lists may stay out of sight, and the store unanswering."""
     connect_timeout_s: float = 60.0
     """First connection of an owner or node to the coordinator."""
     fetch_poll_s: float = 0.004

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import vllm_support as support
@@ -213,6 +214,37 @@ def test_request_that_waits_too_long_is_refused_and_a_cancelled_one_leaves(make,
     request.cancel()
     on(loop, asyncio.sleep(0))
     assert patient.held_requests == 0
+
+
+@pytest.mark.parametrize("on_close", ["wait", "keep", "abort"])
+def test_a_client_that_goes_away_at_a_closing_gate_leaves_nothing_behind(  # noqa: PLR0917 - fixtures
+    make, refit, loop, fresh, llm, on_close
+):
+    engine = make(on_close)
+    going, staying = (Request(loop, engine, PROMPT, MANY) for _ in range(2))
+    for request in (going, staying):
+        request.wait_tokens(8)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(engine.close_gate, WAIT_S)
+        while engine.version is not None:
+            time.sleep(0.0005)
+        going.cancel()  # in the middle of its stream, while the gate drains or freezes
+        closing.result(WAIT_S)
+    assert len(going.tokens) < MANY
+    refit()
+    engine.reset_caches()
+    engine.open_gate(1)
+    later = Request(loop, engine, PROMPT)
+    later.result()
+    assert later.tokens == fresh[1][0]
+    staying.result()
+    assert staying.tokens[:8] == fresh[0][0][:8]
+    if on_close == "wait":
+        assert staying.tokens[:TOKENS] == fresh[0][0]
+        assert staying.spans() == [(0, 0, MANY)]
+    assert not llm.output_processor.has_unfinished_requests()
+    assert engine.held_requests == 0
+    assert engine.version == 1
 
 
 def test_prefix_cache_never_answers_for_the_old_policy(make, refit, loop, fresh):
