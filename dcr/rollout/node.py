@@ -17,6 +17,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.runtime.contents import ReadbackReport
 from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.progress import EngineStatus
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
 from dcr.runtime.secret import load_or_create_secret
@@ -41,7 +42,7 @@ class RolloutNode:
     ::
 
         engine = TorchEngine(model, name="node-a", checkpoint="ckpt")   # or VllmEngine(llm, name="node-a")
-        node = RolloutNode(engine, control="sqlite:///run/record.db", delivery="file:///run/payloads")
+        node = RolloutNode(engine, control="sqlite:///tmp/run/record.db", delivery="file:///tmp/run/payloads")
         node.wait_serving(0, timeout_s=60)
 
     What is delivered is received once for all engines of the node, and shared with their ranks through memory.  Apart
@@ -131,6 +132,11 @@ class RolloutNode:
     def failures(self) -> dict[str, str]:
         """Why engines cannot go on; those that can are left out."""
         return {name: agent.failure for name, agent in self._agents.items() if agent.failure}
+
+    @property
+    def statuses(self) -> dict[str, EngineStatus]:
+        """What each engine does now, and why it does not serve if it does not."""
+        return {name: agent.status for name, agent in self._agents.items()}
 
     @property
     def received(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity, decode_manifest
 from dcr.protocol.messages import Prepare
 from dcr.protocol.record import OwnerRef
-from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Undeliverable
+from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Shared, Undeliverable
 from dcr.runtime.reception import Incoming
 
 _TRIES_MAX = 3
@@ -30,6 +30,9 @@ class Fetch:
         call: hands a request to every rank of the engine.
         timeout_s: how long the next payload that an owner's manifest lists may stay out of sight; counted for each
             owner by itself, from when its last one came.
+
+    Attributes:
+        bytes: payload bytes that the ranks have taken so far.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Fetch:
         timeout_s: float,
     ) -> None:
         self.order = order
+        self.bytes = 0
         self._inbox = inbox
         self._call = call
         self._timeout_s = timeout_s
@@ -90,6 +94,7 @@ class Fetch:
     def _payload(self, source: "_Source", request: Payload) -> list[Answers]:
         answers, good = self._deliver(source, request)
         if good:
+            self.bytes += request.data.size if isinstance(request.data, Shared) else len(request.data)
             self._inbox.payload_taken(request.identity)
             source.next += 1
         else:

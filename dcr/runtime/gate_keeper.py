@@ -58,7 +58,12 @@ class GateKeeper:
     @property
     def stale(self) -> bool:
         """Whether the record has not been read for so long that what is served may be stale (DESIGN D16)."""
-        return time.monotonic() - self._read_at > self._lease_s
+        return self.age_s > self._lease_s
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the record that was read last was asked for; since the start, if none was."""
+        return time.monotonic() - self._read_at
 
     def renew(self, asked_at: float) -> None:
         """The record was read; ``asked_at`` says when it was asked for, on the monotonic clock."""

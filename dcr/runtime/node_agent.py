@@ -39,6 +39,7 @@ from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.gate_keeper import GateKeeper
 from dcr.runtime.node_events import Arrived, Asked, Connected, Tables
 from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.progress import EngineStatus, Progress
 from dcr.runtime.rank_messages import Attach, Learn, WireSpec
 from dcr.runtime.ranks import Engine, RankLostError, Ranks
 from dcr.runtime.reception import Inbox
@@ -122,7 +123,6 @@ class NodeAgent:
             self._storage.read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
         self._fetch: Fetch | None = None
-        self._failed: str = ""
         self._warned = ""
         self._stop = threading.Event()
         self._events: queue.Queue[Arrived | Connected | Asked | Tables] = queue.Queue(settings.events_max)
@@ -133,6 +133,7 @@ class NodeAgent:
             resolve=lambda: leader_address(control, record_id),
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
+        self._progress = Progress(self._role, self._ranks, self._gate, self._spoke, record_id)
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
         self._gate.start()
         self._thread.start()
@@ -142,12 +143,17 @@ class NodeAgent:
     @property
     def serving(self) -> int | None:
         """The version being served; None while the gate is closed."""
-        return None if self._gate.withheld else self._role.serving
+        return self._progress.serving
 
     @property
     def failure(self) -> str:
         """Why this engine cannot go on; empty while it can."""
-        return self._failed
+        return self._progress.failure
+
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine does now, and why it does not serve if it does not."""
+        return self._progress.status()
 
     def wait_serving(self, version: int, timeout_s: float) -> int:
         """Wait until this version or a later one is served, and return it.
@@ -158,7 +164,7 @@ class NodeAgent:
         with self._changed:
             done = self._changed.wait_for(
                 lambda: (
-                    self._failed
+                    self._progress.failure
                     or self._stop.is_set()
                     or ((serving := self.serving) is not None and serving >= version)
                 ),
@@ -166,11 +172,11 @@ class NodeAgent:
             )
             if self._stop.is_set():
                 raise NodeError(f"engine {self._name}: its node is closed")
-            if self._failed:
-                raise NodeError(f"engine {self._name}: {self._failed}")
+            if self._progress.failure:
+                raise NodeError(f"engine {self._name}: {self._progress.failure}")
             if not done:
                 raise NodeError(
-                    f"engine {self._name}: version {version} is not served after {timeout_s} s: {self._why()}"
+                    f"engine {self._name}: version {version} is not served after {timeout_s} s: {self._progress.why()}"
                 )
             serving = self.serving
             return version if serving is None else serving  # it may have closed since
@@ -187,27 +193,13 @@ class NodeAgent:
             NodeError: the engine is out already, or the time ran out.
         """
         asked = Asked(Future())
-        if self._failed or not self._thread.is_alive():
-            raise NodeError(f"engine {self._name}: {self._failed or 'its node is closed'}")
+        if self._progress.failure or not self._thread.is_alive():
+            raise NodeError(f"engine {self._name}: {self._progress.failure or 'its node is closed'}")
         self._events.put(asked, timeout=timeout_s)
         try:
             return asked.answer.result(timeout_s)
         except FutureTimeoutError:
-            raise NodeError(
-                f"engine {self._name}: no readback after {timeout_s} s: {self._failed or self._why()}"
-            ) from None
-
-    def _why(self) -> str:
-        """What an engine that does not serve waits for."""
-        if not self._spoke.connected:
-            return (
-                f"it has no connection to a trainer that leads record {self._record_id!r}; is one running, with the "
-                f"same control plane? ({self._spoke.trouble})"
-            )
-        state = self._ranks.state
-        held = "no known version" if state.version is None else f"version {state.version}"
-        torn = f", torn by {', '.join(state.torn_by)}" if state.torn_by else ""
-        return f"its gate is {self._role.gate}, its storage holds {held}{torn}; see the trainer's log for what it does"
+            raise NodeError(f"engine {self._name}: no readback after {timeout_s} s: {self._progress.why()}") from None
 
     def close(self) -> None:
         """End the agent's thread and connection; the engine's gate stays as it is."""
@@ -249,6 +241,7 @@ class NodeAgent:
     def _leave(self) -> None:
         """Serve no more, and let nobody wait for orders that nobody obeys."""
         self._fetch = None
+        self._progress.left = True
         self._inbox.leave()
         # The connection first: the leader goes on without this engine while its gate drains.
         for close in (self._spoke.close, self._gate.close):
@@ -290,6 +283,7 @@ class NodeAgent:
             if order is None:
                 for effect in same:
                     self._carry_out(effect)
+                    self._progress.took(effect)
             else:
                 # Every rank is given the same order: one call carries it to all of them.
                 assert tuple(e.rank for e in same if isinstance(e, role.ToRank)) == self._ranks.names
@@ -315,6 +309,7 @@ class NodeAgent:
                 self._fetch = Fetch(
                     effect.order, self._inbox, self._ranks.call, timeout_s=self._settings.delivery_timeout_s
                 )
+                self._progress.fetches(self._fetch)
             case role.StopFetch():
                 if self._fetch is not None and self._fetch.order.epoch <= effect.epoch:
                     self._fetch = None
@@ -331,7 +326,6 @@ class NodeAgent:
                     AttemptFailed(self._name, self.attached.incarnation, effect.epoch, effect.reason, self._ranks.state)
                 )
             case role.ReportServing():
-                self._failed = ""
                 self._send(Serving(self._name, self.attached.incarnation, effect.epoch, effect.version))
             case role.AskToJoin():
                 self._send(self._join())
@@ -341,6 +335,7 @@ class NodeAgent:
     # ------------------------------------------------------------ effects
 
     def _close_gate(self, epoch: int) -> None:
+        self._progress.closes()
         try:
             self._gate.close(self._role.serving)
         except DcrError as e:
@@ -368,7 +363,7 @@ class NodeAgent:
     def _answer(self, answer: Future[ReadbackReport]) -> None:
         state = self._ranks.state
         if state.torn_by or not state.content_digest or self._role.applying is not None:
-            answer.set_exception(RefusedError(f"engine {self._name} holds no version now: {self._why()}"))
+            answer.set_exception(RefusedError(f"engine {self._name} holds no version now: {self._progress.why()}"))
             return
         try:
             answer.set_result(self._storage.read_back())
@@ -382,6 +377,7 @@ class NodeAgent:
             stored = self._control.read(self._record_id)
         except ControlPlaneUnavailableError as e:
             self._warn(f"engine {self._name} could not read the record, and tries again: {e}")
+            self._progress.went_wrong(f"the record could not be read: {e}")
             return
         if stored is None:
             return
@@ -400,6 +396,7 @@ class NodeAgent:
         states = {rank: r for rank, a in answers.items() for r in a.results if isinstance(r, RankState)}
         for rank in answers.keys() - states.keys():  # it has started anew, or obeys another record
             raise RankLostError(f"rank {rank} would not learn the record: {answers[rank].refused}")
+        self._progress.learned(record)
         self._do(self._role.learned(record, states))
         serving = self._role.serving
         if self._gate.withheld and serving is not None:
@@ -433,6 +430,8 @@ class NodeAgent:
             _log.warning("%s", text)
 
     def _order(self, order: PrepareRank | OpenApply) -> None:
+        if isinstance(order, PrepareRank):
+            self._progress.ordered(order.order)
         self._settle(self._ranks.call(order), order.order.epoch if isinstance(order, PrepareRank) else order.epoch)
 
     def _fetch_step(self) -> bool:
@@ -466,6 +465,7 @@ class NodeAgent:
     # ------------------------------------------------------------ the leader
 
     def _join(self) -> Join:
+        self._progress.joins(self._ranks.state)
         return Join(
             self._name,
             self.attached.incarnation,
@@ -483,6 +483,5 @@ class NodeAgent:
 
     def _give_up(self, reason: str) -> None:
         with self._changed:
-            self._failed = reason
+            self._progress.gives_up(reason)
             self._changed.notify_all()
-        _log.error("engine %s is out of service: %s", self._name, reason)

@@ -7,7 +7,7 @@ from dcr.protocol.errors import RefusedError
 
 
 def secret_path(control: str) -> Path:
-    """The secret's file for a control plane's address: ``sqlite:///run/record.db`` gives ``/run/record.db.secret``.
+    """The secret's file: for the control plane ``sqlite:///tmp/run/record.db`` it is ``/tmp/run/record.db.secret``.
 
     Raises:
         RefusedError: the address is not that of a file.

@@ -1,21 +1,23 @@
 """``python -m dcr.rollout.vllm.serve`` in a process of its own, over a checkpoint with a tokenizer, and its client."""
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import openai
 import vllm_support as support
 from transformers import PreTrainedTokenizerFast
 
-from demo.vllm_twin import ENGINE_ARGUMENTS
-
 START_S = 240.0
+END_S = 25.0  # what the server says of itself, and a little
 NAME = "policy"
 
 
@@ -34,52 +36,118 @@ def text_of(tokens):
 
 @contextmanager
 def serve(checkpoint, run, *options):
-    """Start the server; yields its address once it listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = {
-        "--dtype": "bfloat16",
-        "--block-size": "32",
-        "--max-model-len": "512",
-        "--max-num-seqs": "4",
-        "--max-num-batched-tokens": "512",
-        "--worker-extension-cls": ENGINE_ARGUMENTS["worker_extension_cls"],
-        "--served-model-name": NAME,
-        "--port": str(port),
-        "--dcr-name": "node-a",
-        "--dcr-control": f"sqlite://{run}/record.db",
-        "--dcr-delivery": f"file://{run}/payloads",
-    }
-    flat = [word for pair in arguments.items() for word in pair]
-    command = [sys.executable, "-m", "dcr.rollout.vllm.serve", str(checkpoint), "--enforce-eager", *flat, *options]
-    environment = {**os.environ, **support.ENVIRONMENT, "PYTHONPATH": str(support.ROOT)}
-    with (run / "serve.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=support.ROOT, env=environment, stdout=log, stderr=log)
+    """Start the server; yields its address once it listens.  It must end at a signal, and leave nothing behind."""
+    server = Server(checkpoint, run, *options)
     try:
-        address = f"http://127.0.0.1:{port}"
-        _wait_listening(process, address, run / "serve.log")
-        yield address
+        server.wait_listening()
+        yield server.address
+        server.signal(signal.SIGTERM)
+        assert server.ended(END_S) == 0
+        assert server.alive() == {}
     finally:
-        process.terminate()
-        try:
-            process.wait(50)  # less than what a node waits for a call that nobody answers any more
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+        server.kill()
 
 
-def _wait_listening(process, address, log):
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-                assert answer.status == 200
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            assert process.poll() is None, f"the server ended:\n{log.read_text()[-3000:]}"
-            assert time.monotonic() < deadline, f"the server does not listen:\n{log.read_text()[-3000:]}"
-            time.sleep(0.1)
+class Server:
+    """The command, just started."""
+
+    def __init__(self, checkpoint, run, *options, environment=None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = {
+            "--dtype": "bfloat16",
+            "--block-size": "32",
+            "--max-model-len": "512",
+            "--max-num-seqs": "4",
+            "--max-num-batched-tokens": "512",
+            "--served-model-name": NAME,
+            "--port": str(port),
+            "--dcr-name": "node-a",
+            "--dcr-control": f"sqlite://{run}/record.db",
+            "--dcr-delivery": f"file://{run}/payloads",
+        }
+        flat = [word for pair in arguments.items() for word in pair]
+        command = [sys.executable, "-m", "dcr.rollout.vllm.serve", str(checkpoint), "--enforce-eager", *flat, *options]
+        self.address = f"http://127.0.0.1:{port}"
+        self._log = run / "serve.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=support.ROOT,
+                env={**os.environ, **support.ENVIRONMENT, "PYTHONPATH": str(support.ROOT), **(environment or {})},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def log(self):
+        return self._log.read_text(errors="replace")
+
+    def alive(self):
+        """Every process that descends from the command, whoever its parent is now: command line by pid."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and os.getsid(int(entry.name)) == self.pid:
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def wait_alive(self, said):
+        """Wait for a process whose command line has this in it; its pid."""
+        return self._wait(lambda: next((pid for pid, line in self.alive().items() if said in line), None))
+
+    def wait_logged(self, said):
+        self._wait(lambda: said in self.log())
+
+    def wait_listening(self):
+        def listens():
+            with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                return self.get("/health")[0] == 200
+
+        self._wait(listens)
+
+    def get(self, path):
+        """Status code and body of an answer, as JSON."""
+        return get(self.address, path)
+
+    def signal(self, number):
+        os.kill(self.pid, number)
+
+    def ended(self, timeout_s):
+        """Wait for the command's end; its exit status."""
+        return self._process.wait(timeout_s)
+
+    def wait_gone(self, timeout_s):
+        """Wait until no process of it is left."""
+        deadline = time.monotonic() + timeout_s
+        while self.alive():
+            assert time.monotonic() < deadline, self.alive()
+            time.sleep(0.05)
+
+    def kill(self):
+        """Whatever is left of it."""
+        for pid in [self.pid, *self.alive()]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait(10)
+
+    def _wait(self, done):
+        deadline = time.monotonic() + START_S
+        while not (result := done()):
+            assert self._process.poll() is None, f"the server ended:\n{self.log()[-3000:]}"
+            assert time.monotonic() < deadline, f"the server is not there yet:\n{self.log()[-3000:]}"
+            time.sleep(0.05)
+        return result
+
+
+def get(address, path):
+    try:
+        with urllib.request.urlopen(f"{address}{path}", timeout=5) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
 
 
 class Client:

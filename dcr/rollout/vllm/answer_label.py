@@ -9,19 +9,28 @@ request, the engine's client fills it as tokens come, and the middleware reads i
   there.  Clients of the OpenAI interface pass over fields that they do not know.
 - A request that the gate refused is answered with status 503 and ``Retry-After``, streamed or not: the start of an
   answer is held back until its first event.
+- What comes over a web socket is refused: nothing would label it.
+
+It also tells operators what the engine does: ``/dcr/status`` is an ``EngineStatus`` as JSON, and so is the body of
+vLLM's own ``/health``, whose status code is vLLM's.
 """
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
+
+import msgspec
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
 RETRY_AFTER_S = 1
 """A gate is closed for seconds at most while its engine is well."""
+_STATUS, _HEALTH = "/dcr/status", ("/health", "/ping")
+_POLICY_VIOLATION = 1008
 
 
 @dataclass
@@ -45,8 +54,17 @@ class AnswerLabelMiddleware:
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Send) -> None:
         """One request."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "answers would be unlabelled"})
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if scope["path"] == _STATUS:
+            await _send_json(send, HTTPStatus.OK, _status(scope))
+            return
+        if scope["path"] in _HEALTH:
+            await self._app(scope, receive, _Health(scope, send).send)
             return
         label = AnswerLabel()
         token = answer_label.set(label)
@@ -101,13 +119,32 @@ class _Outgoing:
         self._refused = True
         error = {"message": self._label.refused, "type": "ServiceUnavailableError", "param": None, "code": 503}
         body = json.dumps({"error": error}).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"retry-after", str(RETRY_AFTER_S).encode()),
-        ]
-        await self._send({"type": "http.response.start", "status": 503, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await _send_json(
+            self._send, HTTPStatus.SERVICE_UNAVAILABLE, body, (b"retry-after", str(RETRY_AFTER_S).encode())
+        )
+
+
+class _Health:
+    """Gives vLLM's answer to a question for its health, which is empty, a body."""
+
+    def __init__(self, scope: Message, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """What the app sends."""
+        if message["type"] == "http.response.start":
+            await _send_json(self._send, message["status"], _status(self._scope))
+
+
+def _status(scope: Message) -> bytes:
+    return msgspec.json.encode(scope["app"].state.engine_client.dcr_status)
+
+
+async def _send_json(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": int(status), "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _is_event_stream(start: Message) -> bool:

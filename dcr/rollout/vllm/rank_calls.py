@@ -20,16 +20,14 @@ class RankCalls:
         rpc: ``collective_rpc``: given a method of the worker and its arguments, each rank's result, in order.
 
     Raises:
-        RefusedError: the engine is data-parallel or spread over hosts, its workers were not given the extension, it
-            obeys vLLM's own weight-transfer calls as well, or it has a KV connector that cannot be emptied.
+        RefusedError: see ``check_config``.
 
     Attributes:
         names: vLLM's ranks, from 0: pipeline stage by stage, tensor-parallel ranks within each.
     """
 
     def __init__(self, name: str, config: Any, rpc: Callable[[str, tuple[object, ...]], Iterable[Any]]) -> None:
-        _check_config(name, config)
-        _check_connector(name, config.kv_transfer_config)
+        check_config(name, config)
         self.names = tuple(map(str, range(config.parallel_config.world_size)))
         self._name = name
         self._rpc = rpc
@@ -61,7 +59,14 @@ class RankCalls:
         return [dict(report) for report in self._rpc("dcr_layout_report", ())]
 
 
-def _check_config(name: str, config: Any) -> None:
+def check_config(name: str, config: Any) -> None:
+    """Refuse an engine that a node cannot keep at one version, by its ``VllmConfig``.
+
+    Raises:
+        RefusedError: the engine is data-parallel or spread over hosts, its workers were not given the extension, it
+            obeys vLLM's own weight-transfer calls as well, it has a KV connector that cannot be emptied, or encoder
+            outputs are kept outside it.
+    """
     parallel = config.parallel_config
     if parallel.data_parallel_size != 1:
         raise RefusedError(
@@ -83,6 +88,14 @@ def _check_config(name: str, config: Any) -> None:
         raise RefusedError(
             f"engine {name}: it was started with weight_transfer_config backend 'dcr', whose caller coordinates; a "
             "node agent beside it would be a second coordinator: leave weight_transfer_config out"
+        )
+    _check_connector(name, config.kv_transfer_config)
+    encoders = config.ec_transfer_config
+    if encoders is not None:
+        # vLLM's reset of the encoder cache does not reach a connector's store, which is keyed by the input alone.
+        raise RefusedError(
+            f"engine {name}: its encoder-cache connector {encoders.ec_connector} keeps what older weights computed, "
+            "for vLLM has no way to empty one: leave ec_transfer_config out"
         )
 
 

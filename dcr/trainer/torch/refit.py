@@ -67,7 +67,7 @@ class TrainerRefit:
 
     ::
 
-        refit = TrainerRefit(model, control="sqlite:///run/record.db", delivery="file:///run/payloads")
+        refit = TrainerRefit(model, control="sqlite:///tmp/run/record.db", delivery="file:///tmp/run/payloads")
         report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
 
     Args:

@@ -1,0 +1,198 @@
+"""What an operator sees of one engine: a line in the log at each turn, and why its gate is not open."""
+
+import logging
+import time
+from datetime import UTC, datetime
+
+import msgspec
+
+from dcr.protocol import node as role
+from dcr.protocol.identity import Kind
+from dcr.protocol.messages import Prepare, StorageState
+from dcr.protocol.record import CommitRecord, Member
+from dcr.protocol.step import Step
+from dcr.runtime.fetch import Fetch
+from dcr.runtime.gate_keeper import GateKeeper
+from dcr.runtime.ranks import Ranks
+from dcr.runtime.spoke import Spoke
+
+_log = logging.getLogger("dcr.node")
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine as of now; nothing in it is secret."""
+
+    engine: str
+    version: int | None
+    """The version being served; None while the gate lets nobody in."""
+    gate: str
+    """``open``, ``closing`` (those inside still run) or ``closed``."""
+    reason: str
+    """Why the gate is not open; empty while it is."""
+    since: str
+    """Since when the gate is as it is, or the engine is out of service: UTC, ISO 8601."""
+    failed: bool
+    """The engine is out of service: it does not serve again by itself."""
+    last_error: str
+    """The last thing that went wrong, which may be over; empty if nothing did."""
+
+
+class Progress:
+    """Follows one engine's node role; fed by the agent's thread, asked from any.
+
+    Args:
+        node: the role.
+        ranks: the engine's ranks.
+        gate: its gate and its lease.
+        spoke: the connection to the leader.
+        record_id: the record that the engine obeys.
+    """
+
+    def __init__(self, node: role.Node, ranks: Ranks, gate: GateKeeper, spoke: Spoke, record_id: str) -> None:
+        self._node = node
+        self._ranks = ranks
+        self._gate = gate
+        self._spoke = spoke
+        self._record_id = record_id
+        self._order: Prepare | None = None
+        self._fetch: Fetch | None = None
+        self._record: CommitRecord | None = None
+        self._since = time.time()
+        self._closing = self._since
+        self.left = False
+        """The agent obeys nobody any more, and lets nobody in, whatever the role holds the gate for."""
+        self.failure = ""
+        """Why the engine cannot go on; empty while it can."""
+        self.last_error = ""
+
+    # ------------------------------------------------------------ what happens
+
+    def joins(self, state: StorageState) -> None:
+        """The leader is told what the engine is."""
+        _log.info("engine %s asks record %r to let it in: %s", self._node.engine, self._record_id, _held(state))
+
+    def ordered(self, order: Prepare) -> None:
+        """Every rank is told to prepare."""
+        self._order = order
+        _log.info("engine %s prepares epoch %d: %s", self._node.engine, order.epoch, _what(order))
+
+    def fetches(self, fetch: Fetch) -> None:
+        """Payloads are fetched from here on."""
+        self._fetch = fetch
+
+    def learned(self, record: CommitRecord) -> None:
+        """Every rank has learned K."""
+        self._record = record
+        if self._order is not None and record.epoch > self._order.epoch:
+            self._order = self._fetch = None
+
+    def closes(self) -> None:
+        """The gate begins to close."""
+        self._closing = time.time()
+
+    def took(self, effect: role.Effect) -> None:
+        """The agent has carried this out."""
+        name = self._node.engine
+        match effect:
+            case Step(action="GateClosed"):
+                drained_s = time.time() - self._closing
+                self._since = self._closing
+                _log.info("engine %s: gate closed, after %.0f ms of draining", name, 1e3 * drained_s)
+            case role.ReportPrepared():
+                _log.info("engine %s prepared epoch %d", name, effect.epoch)
+            case role.ReportAcknowledged():
+                seconds = self._ranks.seconds
+                stages = ", ".join(f"{stage} {s:.3f} s" for stage, s in sorted(seconds.items()))
+                _log.info(
+                    "engine %s applied epoch %d: %d bytes in %.3f s (%s)",
+                    name,
+                    effect.epoch,
+                    0 if self._fetch is None else self._fetch.bytes,
+                    sum(seconds.values()),
+                    stages,
+                )
+            case role.ReportFailed():
+                self.went_wrong(f"epoch {effect.epoch} failed here: {effect.reason}")
+                _log.warning("engine %s: epoch %d failed here: %s", name, effect.epoch, effect.reason)
+            case role.LetIn():
+                self._order = self._fetch = None
+                now = time.time()
+                _log.info(
+                    "engine %s serves version %d; its gate was closed for %.0f ms",
+                    name,
+                    effect.version,
+                    1e3 * (now - self._since),
+                )
+                self._since = now
+            case role.ReportServing():
+                self.failure = ""
+
+    def went_wrong(self, text: str) -> None:
+        """Something failed that need not be the end."""
+        self.last_error = f"{_utc(time.time())} {text}"
+
+    def gives_up(self, reason: str) -> None:
+        """The engine is out of service."""
+        self.failure, self._since = reason, time.time()
+        self.went_wrong(reason)
+        _log.error("engine %s is out of service: %s", self._node.engine, reason)
+
+    # ------------------------------------------------------------ what is asked
+
+    @property
+    def serving(self) -> int | None:
+        """The version being served; None while the gate lets nobody in."""
+        return None if self.left or self._gate.withheld else self._node.serving
+
+    def status(self) -> EngineStatus:
+        """The engine as of now."""
+        serving, closing = self.serving, self._node.gate == "closing"
+        gate = "closing" if closing else "closed" if serving is None else "open"
+        reason = self.why() if gate != "open" or self.failure else ""
+        version = serving if gate == "open" else None
+        since = _utc(self._since)
+        return EngineStatus(self._node.engine, version, gate, reason, since, bool(self.failure), self.last_error)
+
+    def why(self) -> str:
+        """What an engine that does not serve waits for."""
+        order, record, node = self._order, self._record, self._node
+        if self.failure:
+            return f"it is out of service: {self.failure}"
+        if self._gate.stale and record is not None:
+            since = time.time() - self._gate.age_s
+            return f"lease of the record lost: it was last read at {_utc(since)} ({self.last_error or 'no error'})"
+        if not self._spoke.connected:
+            return (
+                f"no coordinator reached: it has no connection to a trainer that leads record {self._record_id!r}; is "
+                f"one running, with the same control plane? ({self._spoke.trouble})"
+            )
+        if order is not None:
+            return _what(order)
+        if record is None or Member(node.engine, node.incarnation) not in record.members:
+            return f"the coordinator has not admitted this engine yet; {_held(self._ranks.state)}"
+        if record.open is not None:
+            return f"a transition is open (version {record.version} -> {record.open.target}); {self._held()}"
+        return f"{self._held()}; see the trainer's log for what it does"
+
+    def _held(self) -> str:
+        return f"its gate is {self._node.gate}, {_held(self._ranks.state)}"
+
+
+def _held(state: StorageState) -> str:
+    held = "no known version" if state.version is None else f"version {state.version}"
+    torn = f", torn by {', '.join(state.torn_by)}" if state.torn_by else ""
+    return f"its storage holds {held}{torn}"
+
+
+def _what(order: Prepare) -> str:
+    """What an order is for."""
+    if order.base.kind is Kind.RESTORE:
+        return f"restoring: version {order.target} is brought back in epoch {order.epoch}"
+    if order.target == order.base.version:
+        return f"a transition is being taken back (to version {order.target}, epoch {order.epoch})"
+    versions = f"version {order.base.version} -> {order.target}"
+    return f"a transition is being applied ({versions}, {order.base.kind.value}, epoch {order.epoch})"
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
