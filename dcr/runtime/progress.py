@@ -167,7 +167,7 @@ class Progress:
                 f"one running, with the same control plane? ({self._spoke.trouble})"
             )
         if order is not None:
-            return _what(order)
+            return f"{_what(order)}, epoch {order.epoch}"
         if record is None or Member(node.engine, node.incarnation) not in record.members:
             return f"the coordinator has not admitted this engine yet; {_held(self._ranks.state)}"
         if record.open is not None:
@@ -186,12 +186,12 @@ def _held(state: StorageState) -> str:
 
 def _what(order: Prepare) -> str:
     """What an order is for."""
-    if order.base.kind is Kind.RESTORE:
-        return f"restoring: version {order.target} is brought back in epoch {order.epoch}"
-    if order.target == order.base.version:
-        return f"a transition is being taken back (to version {order.target}, epoch {order.epoch})"
-    versions = f"version {order.base.version} -> {order.target}"
-    return f"a transition is being applied ({versions}, {order.base.kind.value}, epoch {order.epoch})"
+    base = order.base
+    if base.kind is Kind.RESTORE:
+        return f"restoring version {order.target}"
+    back = order.target == base.version
+    versions = f"back to version {order.target}" if back else f"version {base.version} -> {order.target}"
+    return f"a transition is being applied: {versions}, {base.kind.value}"
 
 
 def _utc(seconds: float) -> str:

@@ -23,7 +23,7 @@ def sent(app, scope=None):
     async def receive():
         return {"type": "http.request"}
 
-    asyncio.run(AnswerLabelMiddleware(app)(scope or {"type": "http"}, receive, send))
+    asyncio.run(AnswerLabelMiddleware(app)(scope or {"type": "http", "path": "/v1/completions"}, receive, send))
     return out
 
 
@@ -137,7 +137,9 @@ def test_answers_made_at_once_have_a_label_each():
             async def send(message):
                 out.append(message)
 
-            await AnswerLabelMiddleware(app)({"type": "http", "version": version}, None, send)
+            await AnswerLabelMiddleware(app)(
+                {"type": "http", "path": "/v1/completions", "version": version}, None, send
+            )
             return headers(out[0])[b"x-dcr-version"]
 
         return await asyncio.gather(*(one(version) for version in range(4)))

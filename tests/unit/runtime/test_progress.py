@@ -1,0 +1,122 @@
+"""What an engine's node says of itself, while a leader that is the test takes it through everything."""
+
+import logging
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dcr.protocol.identity import Base, Kind
+from dcr.protocol.messages import Acknowledged, OpenApply, Prepare, Prepared, Refuse
+from dcr.runtime.progress import EngineStatus
+from tests.unit.runtime.test_node_agent import WAIT_S, Led, wait
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> Iterator[Led]:
+    one = Led(tmp_path, {"serve_lease_s": 1.0})
+    yield one
+    one.close()
+
+
+def status(at: Led) -> EngineStatus:
+    return at.node.statuses["a"]
+
+
+def since(status: EngineStatus) -> datetime:
+    assert status.since.endswith("Z")
+    return datetime.fromisoformat(status.since)
+
+
+def test_an_engine_that_serves_says_so_and_since_when(at: Led) -> None:
+    now = status(at)
+    assert (now.engine, now.version, now.gate, now.reason, now.failed, now.last_error) == (
+        "a",
+        0,
+        "open",
+        "",
+        False,
+        "",
+    )
+    assert timedelta(0) <= datetime.now(UTC) - since(now) < timedelta(seconds=WAIT_S)
+
+
+def test_a_gate_that_is_closed_for_a_transition_names_it_and_the_log_tells_its_turns(
+    at: Led, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dcr.node")
+    opened = since(status(at))
+    at.policy.step(1)
+    order = at.prepare(stage=False)
+    at.hear(Prepared)
+    closed = status(at)
+    assert (closed.version, closed.gate, closed.failed) == (None, "closed", False)
+    assert closed.reason == "a transition is being applied: version 0 -> 1, relative, epoch 1"
+    assert since(closed) >= opened
+    root = at.emit(order)
+    at.send(OpenApply("default", order.epoch))
+    assert at.hear(Acknowledged).manifest_root == root
+    at.commit(root)
+    assert (status(at).version, status(at).gate, status(at).reason) == (1, "open", "")
+    payloads = (at.file.parent.parent / "payloads").rglob("*.payload")
+    said = "\n".join(caplog.messages)
+    assert "engine a prepares epoch 1: a transition is being applied: version 0 -> 1, relative" in said
+    assert re.search(r"engine a: gate closed, after \d+ ms of draining", said)
+    assert "engine a prepared epoch 1" in said
+    assert f"engine a applied epoch 1: {sum(p.stat().st_size for p in payloads)} bytes in " in said
+    (shut_ms,) = re.findall(r"engine a serves version 1; its gate was closed for (\d+) ms", said)
+    lasted = since(status(at)) - since(closed)
+    assert abs(int(shut_ms) - lasted / timedelta(milliseconds=1)) <= 2
+
+
+def test_an_engine_that_is_restored_says_so(at: Led) -> None:
+    k = at.record
+    base = Base(Kind.RESTORE, 0, k.baseline_id, "")
+    at.write(k.open_restore())
+    at.send(Prepare("default", at.record.epoch, 0, base, (at.owner,), at.node.incarnations["a"]))
+    at.hear(Prepared)
+    assert status(at).reason == f"restoring version 0, epoch {at.record.epoch}"
+
+
+def test_an_engine_that_is_not_admitted_says_so(at: Led) -> None:
+    at.write(msgspec.structs.replace(at.record, members=()))
+    at.serves_old()  # it goes on with what it was admitted at
+    away = at.file.with_name("away.db")
+    at.file.rename(away)
+    wait(lambda: status(at).gate == "closed")
+    away.rename(at.file)
+    wait(lambda: "lease" not in status(at).reason)
+    assert status(at).reason == "the coordinator has not admitted this engine yet; its storage holds version 0"
+
+
+def test_a_lost_lease_is_named_with_its_time_and_is_over_when_the_record_is_read_again(at: Led) -> None:
+    away = at.file.with_name("away.db")
+    before = datetime.now(UTC)
+    at.file.rename(away)
+    wait(lambda: status(at).gate == "closed")
+    said = status(at).reason
+    assert said.startswith("lease of the record lost: it was last read at ")
+    read = datetime.fromisoformat(re.findall(r"last read at (\S+Z)", said)[0])
+    assert abs(read - before) < timedelta(seconds=0.5)
+    assert "the record could not be read" in status(at).last_error
+    away.rename(at.file)
+    at.node.wait_serving(0, WAIT_S)
+    assert status(at).reason == ""
+    assert "the record could not be read" in status(at).last_error  # what was, with its time
+
+
+def test_an_engine_without_a_coordinator_says_where_it_looks(at: Led) -> None:
+    at.hub.close()
+    at.write(at.record.take_over("another"))  # nobody is at the address that it left
+    wait(lambda: "no coordinator reached" in at.node._agents["a"]._progress.why())
+    assert "leads record 'default'" in at.node._agents["a"]._progress.why()
+
+
+def test_an_engine_that_the_leader_refuses_has_failed(at: Led) -> None:
+    at.send(Refuse("default", at.record.epoch, "its tensors are others"))
+    wait(lambda: status(at).failed)
+    assert status(at).reason == "it is out of service: its tensors are others"
+    assert status(at).last_error.endswith("its tensors are others")
