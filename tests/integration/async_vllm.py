@@ -51,6 +51,9 @@ def async_llm(loop, checkpoint, **arguments):
             yield llm
         finally:
             on(loop, asyncio.to_thread(llm.shutdown))
+            # An import above has kept this frame alive: what it names would be deleted at the interpreter's end, where
+            # vLLM's __del__ fails.
+            del llm
 
 
 def places(worker):

@@ -26,6 +26,7 @@ def config_of(connector):
         model_config=SimpleNamespace(model="x"),
         weight_transfer_config=None,
         kv_transfer_config=transfer,
+        ec_transfer_config=None,
     )
 
 
@@ -79,3 +80,37 @@ def test_a_connector_that_cannot_be_emptied_is_refused_before_anything_is_served
 def test_others_are_not(connector):
     core = SimpleNamespace(vllm_config=config_of(connector))
     VllmEngine(SimpleNamespace(llm_engine=core), name="a").shutdown()
+
+
+@pytest.mark.parametrize("connector", ["ECExampleConnector", "ECCPUConnector", "ECMooncakeConnector"])
+def test_encoder_outputs_kept_outside_the_engine_are_refused(connector):
+    """They are found by the input alone, whichever weights encoded it, and no reset of vLLM's reaches them."""
+    from vllm.config import ECTransferConfig  # noqa: PLC0415
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase  # noqa: PLC0415
+
+    config = config_of(None)
+    config.ec_transfer_config = ECTransferConfig(ec_connector=connector, ec_role="ec_both")
+    with pytest.raises(RefusedError, match=f"engine a: its encoder-cache connector {connector} keeps what older"):
+        VllmEngine(SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)), name="a")
+    assert not [name for name in dir(ECConnectorBase) if "reset" in name]
+
+
+def test_a_reset_of_encoder_caches_leaves_what_a_connector_keeps(tmp_path):
+    """vLLM's own scheduler and connector: why engines with one are refused."""
+    from vllm.config import ECTransferConfig  # noqa: PLC0415
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole  # noqa: PLC0415
+    from vllm.distributed.ec_transfer.ec_connector.example_connector import ECExampleConnector  # noqa: PLC0415
+    from vllm.v1.core.sched.scheduler import Scheduler  # noqa: PLC0415
+
+    config = config_of(None)
+    where = {"shared_storage_path": str(tmp_path)}
+    config.ec_transfer_config = ECTransferConfig(
+        ec_connector="ECExampleConnector", ec_role="ec_both", ec_connector_extra_config=where
+    )
+    connector = ECExampleConnector(config, ECConnectorRole.SCHEDULER)
+    assert not connector.has_cache_item("image")
+    (tmp_path / "image" / "encoder_cache.safetensors").touch()  # as older weights encoded it
+    own = SimpleNamespace(reset=lambda: None)
+    scheduler = SimpleNamespace(encoder_cache_manager=own, ec_connector=connector)
+    MethodType(Scheduler.reset_encoder_cache, scheduler)()
+    assert connector.has_cache_item("image")

@@ -89,6 +89,15 @@ def check_config(name: str, config: Any) -> None:
             f"engine {name}: it was started with weight_transfer_config backend 'dcr', whose caller coordinates; a "
             "node agent beside it would be a second coordinator: leave weight_transfer_config out"
         )
+    check_caches(name, config)
+
+
+def check_caches(name: str, config: Any) -> None:
+    """Refuse an engine whose ``VllmConfig`` has caches that nothing empties when its weights change (DESIGN D12).
+
+    Raises:
+        RefusedError: a KV connector that cannot be emptied, or any encoder-cache connector.
+    """
     _check_connector(name, config.kv_transfer_config)
     encoders = config.ec_transfer_config
     if encoders is not None:

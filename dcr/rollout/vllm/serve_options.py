@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TypeVar, get_args
@@ -117,7 +118,7 @@ def _refuse_other_doors(args: Namespace) -> None:
             envs.VLLM_ENABLE_RESPONSES_API_STORE
         ),
         "VLLM_WORKER_MULTIPROC_METHOD=fork, whose processes could outlive the server": (
-            envs.VLLM_WORKER_MULTIPROC_METHOD == "fork"
+            os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "fork"  # else the server makes it spawn
         ),
         "--api-server-count, whose other servers' requests would not pass the gate": (args.api_server_count or 1) > 1,
         "--headless, which serves nothing here": args.headless,

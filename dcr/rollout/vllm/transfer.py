@@ -38,6 +38,7 @@ from dcr.protocol.record import CommitRecord, Committed, Member
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.node import describe
 from dcr.rollout.vllm.extension import DcrWorkerExtension
+from dcr.rollout.vllm.rank_calls import check_caches
 from dcr.runtime.fetch import Fetch
 from dcr.runtime.rank_messages import (
     Answer,
@@ -129,8 +130,10 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
 
         Raises:
             RefusedError: weights are not in their loader's layout, a canonical tensor cannot be refitted in place, or
-                one that the loader transforms is not among ``set_only``.
+                one that the loader transforms is not among ``set_only``; or the engine has caches that its caller
+                could not reset.
         """
+        check_caches(ENGINE, self.vllm_config)
         specs, digest, _ = describe(read_checkpoint(self.model_config.model))
         tensors = tuple(WireSpec.of(spec) for spec in specs)
         (attached,) = self._call(Attach(ENGINE, init_info.record_id, tensors, digest))
