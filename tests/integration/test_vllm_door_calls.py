@@ -43,6 +43,8 @@ class Door:
             additional_config={},
             model_config=SimpleNamespace(model=str(folder), quantization=None),
             parallel_config=SimpleNamespace(rank=0, world_size=1, enable_expert_parallel=False),
+            kv_transfer_config=None,
+            ec_transfer_config=None,
         )
         self.engine = DcrTransferEngine(SimpleNamespace(), config, torch.device("cpu"), self.model)
         self.start_weight_update = self.engine.start_weight_update

@@ -1,6 +1,7 @@
 """vLLM's own weight-transfer interface with the backend ``dcr``, against fresh engines that never were refitted."""
 
 import tomllib
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -21,18 +22,26 @@ def checkpoint(tmp_path_factory):
     return support.write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "v0", 0)
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint, twin):
+@contextmanager
+def started(checkpoint, **more):
     """A stock ``vllm.LLM`` that was given nothing of dcr but the name of a backend."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in support.ENVIRONMENT.items():
             patch.setenv(name, value)
             from vllm import LLM  # noqa: PLC0415
 
-        arguments = {**ENGINE_ARGUMENTS, "worker_extension_cls": "door_extension.DoorExtension"}
+        arguments = {**ENGINE_ARGUMENTS, "worker_extension_cls": "door_extension.DoorExtension", **more}
         llm = LLM(model=str(checkpoint), weight_transfer_config={"backend": "dcr"}, **arguments)
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint, twin):
+    with started(checkpoint) as llm:
         yield llm
-        llm.llm_engine.engine_core.shutdown()
 
 
 class Client:
@@ -222,3 +231,41 @@ def test_a_source_is_refused_and_the_entry_point_is_there(llm, client, trainer):
     module, name = project["entry-points"]["vllm.general_plugins"]["dcr"].split(":")
     assert getattr(import_module(module), name) is register
     assert Path(import_module(module).__file__).is_relative_to(support.ROOT)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_ranks_follow_bit_for_bit_and_are_fenced_together(checkpoint, tmp_path, twin):
+    from dcr.trainer.torch.transfer import SendError  # noqa: PLC0415
+
+    with started(checkpoint, tensor_parallel_size=2) as llm:
+        client = Client(llm)
+        trainer = Trainer(checkpoint, tmp_path, client)
+
+        def check(changed):
+            expected = twin.ask(changed, BATCH, tensor_parallel_size=2)
+            ranks = llm.collective_rpc("dcr_resident_digests")
+            held = {f"{rank}/{name}": digest for rank, digests in enumerate(ranks) for name, digest in digests.items()}
+            assert held == expected["digests"]
+            assert len({name.partition("/")[0] for name in held}) == 2
+            assert greedy(llm, BATCH, TOKENS)["tokens"] == expected["tokens"]
+
+        for _ in range(2):
+            changed = trainer.step()
+            trainer.sender.send_weights()
+            check(changed)
+        assert client.updates[-1]["attempt"]["base"]["kind"] == "relative"
+
+        def lose(_):
+            max(trainer.payloads.rglob("*.payload")).unlink()  # of the newest epoch
+
+        client.before_update = lose
+        trainer.step()
+        with pytest.raises(SendError, match="the next one is dense"):
+            trainer.sender.send_weights()
+        client.before_update = lambda _: None
+        changed = trainer.step()
+        trainer.sender.send_weights()
+        assert client.updates[-1]["attempt"]["base"]["kind"] == "dense"
+        check(changed)
+        trainer.sender.shutdown()
