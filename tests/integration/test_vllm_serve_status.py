@@ -1,5 +1,6 @@
 """What a server without a trainer, and with a wrong one, says of itself; at last its supervisor is killed."""
 
+import json
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from http.client import HTTPConnection
 import pytest
 import torch
 import vllm_support as support
-from serve_process import Server, write_tokenizer
+from serve_process import NAME, Server, write_tokenizer
 from torch import nn
 
 import dcr
@@ -56,10 +57,10 @@ def refused(server, run, alone):
         return server.get("/health"), server.get("/dcr/status"), ask(server)
 
 
-def ask(server):
+def ask(server, path="/v1/completions", **more):
     """Status code and error of a request for tokens."""
-    body = b'{"model": "policy", "prompt": [5, 9], "max_tokens": 2}'
-    request = urllib.request.Request(f"{server.address}/v1/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps({"model": NAME, **(more or {"prompt": [5, 9], "max_tokens": 2})}).encode()
+    request = urllib.request.Request(f"{server.address}{path}", body, {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(request, timeout=60)
     return error.value.code, error.value.read().decode()
@@ -93,6 +94,12 @@ def test_a_web_socket_is_refused(server):
     connection = HTTPConnection(server.address.removeprefix("http://"), timeout=10)
     connection.request("GET", "/v1/realtime", headers={**upgrade, "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="})
     assert connection.getresponse().status == 403
+
+
+def test_a_background_response_which_would_be_given_out_unlabelled_is_refused_by_name(server):
+    code, said = ask(server, "/v1/responses", input="t5 t9", background=True)
+    assert code == 400
+    assert json.loads(said)["error"]["param"] == "background"
 
 
 def test_the_secret_of_the_run_is_nowhere_in_what_it_says(server, run, alone, refused):
