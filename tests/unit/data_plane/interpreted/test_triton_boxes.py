@@ -43,7 +43,7 @@ def test_every_place_of_every_entry_is_written_and_nothing_else(bucket):
 
 
 @pytest.mark.long
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(boxes.buckets())
 def test_more_buckets(bucket):
     check_bucket(bucket)
@@ -127,7 +127,7 @@ def test_indices_out_of_order_are_found_wherever_they_are(fault, where):
 
 
 @pytest.mark.long
-@settings(max_examples=100)
+@settings(max_examples=25)
 @given(st.integers(0, 9), st.sampled_from(["twice", "back", "below", "beyond"]), st.integers(0, 49_999))
 def test_indices_out_of_order_are_found_in_large_items(seed, fault, where):
     check_order(seed, fault, where, 50_000)

@@ -66,7 +66,7 @@ def test_differences_of_views_that_begin_anywhere(dtype, n, starts, rate):
 
 
 @pytest.mark.long
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(
     st.sampled_from(WIDTHS),
     st.integers(0, 70_000),
@@ -90,7 +90,7 @@ def test_items_are_written_with_the_same_bytes_and_read_back(item):
 
 
 @pytest.mark.long
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(items())
 def test_more_items_are_written_with_the_same_bytes_and_read_back(item):
     check_item(item)
@@ -120,9 +120,9 @@ def test_items_of_several_blocks(dtype, rate, operation):
 @pytest.mark.long
 @pytest.mark.parametrize("operation", list(Operation))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float32, torch.float64])
-@pytest.mark.parametrize("rate", [0.9, 0.03, 0.002, 0.0001, 0.000001])
+@pytest.mark.parametrize("rate", [0.9, 0.03, 0.002, 0.0001])
 def test_items_of_many_blocks(dtype, rate, operation):
-    check_large(dtype, operation, rate, 40_001)
+    check_large(dtype, operation, rate, 10_001)
 
 
 @settings(max_examples=10)
