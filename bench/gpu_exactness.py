@@ -82,9 +82,13 @@ def _of_change(
     }
     for operation, words in values.items():
         item = Item(spec, operation, expected.positions, words)
-        ours = kernels.encode(Item(spec, operation, item.indices.to(device), words.to(device)))
-        theirs = REFERENCE.encode(item)
-        same = ours.layout == theirs.layout and [p.tobytes() for p in ours.parts] == [p.tobytes() for p in theirs.parts]
+        ours, digest = kernels.encode(Item(spec, operation, item.indices.to(device), words.to(device)))
+        theirs, expected_digest = REFERENCE.encode(item)
+        same = (
+            digest == expected_digest
+            and ours.layout == theirs.layout
+            and [p.tobytes() for p in ours.parts] == [p.tobytes() for p in theirs.parts]
+        )
         yield f"{operation}: {where}", same
 
 

@@ -28,8 +28,9 @@ def noise(n, dtype, seed):
     return torch.from_numpy(words).view(dtype) if n else torch.empty(0, dtype=dtype)
 
 
-def parts(written):
-    return written.layout, dict(zip(STREAMS, (part.tobytes() for part in written.parts), strict=True))
+def parts(encoded):
+    written, digest = encoded
+    return digest, written.layout, dict(zip(STREAMS, (part.tobytes() for part in written.parts), strict=True))
 
 
 def check_differences(dtype, n, starts, rate):
@@ -78,9 +79,11 @@ def test_differences_of_larger_views(dtype, n, starts, rate):
 
 
 def check_item(item):
-    written = TRITON.encode(item)
-    assert parts(written) == parts(TORCH.encode(item))
-    assert same(TRITON.decode(item.spec, item.operation, item.entries, written), item)
+    encoded = TRITON.encode(item)
+    assert parts(encoded) == parts(TORCH.encode(item))
+    read, digest = TRITON.decode(item.spec, item.operation, item.entries, encoded[0])
+    assert same(read, item)
+    assert digest == encoded[1]
 
 
 @settings(max_examples=40)
