@@ -7,4 +7,15 @@ register()
 
 
 class DoorExtension(DcrCpuWorkerExtension):
-    """As it is."""
+    """With a way to make one rank alone fail at whatever comes, and to mend it."""
+
+    def door_break(self, rank):
+        def fail(request):
+            raise RuntimeError("broken by the test")
+
+        if self.rank == rank:
+            self.weight_transfer_engine._take = fail
+
+    def door_mend(self, rank):
+        if self.rank == rank:
+            del self.weight_transfer_engine._take

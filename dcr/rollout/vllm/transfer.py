@@ -16,11 +16,14 @@ door (``docs/vllm.md``).
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -133,6 +136,9 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
                 one that the loader transforms is not among ``set_only``; or the engine has caches that its caller
                 could not reset.
         """
+        self._together(lambda: self._attach(init_info))
+
+    def _attach(self, init_info: DcrInitInfo) -> None:
         check_caches(ENGINE, self.vllm_config)
         specs, digest, _ = describe(read_checkpoint(self.model_config.model))
         tensors = tuple(WireSpec.of(spec) for spec in specs)
@@ -151,15 +157,17 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
 
     def start_weight_update(self) -> None:
         """Begin a session; RefusedError before ``init_weight_transfer_engine``."""
+        self._together(self._start)
+
+    def _start(self) -> None:
         if self._init is None:
             raise RefusedError("start_weight_update came before init_weight_transfer_engine: call that first")
         self._acknowledged = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Apply one attempt; in place of vLLM's, which synchronises an accelerator that need not be there."""
-        self.receive_weights(self.parse_update_info(update_info))
+        self._together(lambda: self._receive(self.parse_update_info(update_info)))
 
-    @torch.no_grad()
     def receive_weights(self, update_info: DcrUpdateInfo) -> None:
         """Prepare, fetch, apply, synchronise, acknowledge.
 
@@ -169,8 +177,13 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
         Raises:
             RefusedError: ``init_weight_transfer_engine`` has not succeeded, or the attempt is fenced, or not one that
                 this storage may take; nothing was written.
-            TransferError: it failed on the way; storage may be torn, and takes a dense attempt only.
+            TransferError: it failed on the way, here or on another rank; storage may be torn, and takes a dense attempt
+                only.
         """
+        self._together(lambda: self._receive(update_info))
+
+    @torch.no_grad()
+    def _receive(self, update_info: DcrUpdateInfo) -> None:
         self._acknowledged = None
         if self._init is None:
             raise RefusedError("update_weights came before init_weight_transfer_engine: call that first")
@@ -207,7 +220,11 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
 
         Raises:
             RefusedError: this rank has acknowledged nothing since ``start_weight_update``.
+            TransferError: another rank has not.
         """
+        self._together(self._finish)
+
+    def _finish(self) -> None:
         done = self._acknowledged
         if done is None:
             raise RefusedError("finish_weight_update without an update that was applied whole: nothing is committed")
@@ -226,6 +243,27 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
 
     def shutdown(self) -> None:
         """Nothing is held between calls."""
+
+    def _together(self, job: Callable[[], None]) -> None:
+        """Do this on every rank, and fail on every rank if it fails on one.
+
+        vLLM reads the ranks' answers in order and stops at a failure: the answers of later ranks are taken for those to
+        the next call.  The first rank's is always of this call, and so it speaks for all of them.
+        """
+        failure: Exception | None = None
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001  the other ranks wait to be told
+            failure = error
+        ranks = self.vllm_config.parallel_config.world_size
+        if ranks > 1:
+            said: list[str] = [""] * ranks
+            dist.all_gather_object(said, "" if failure is None else str(failure), group=get_world_group().cpu_group)
+            if failure is None and any(said):
+                others = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+                failure = TransferError(f"another rank failed: {others}")
+        if failure is not None:
+            raise failure
 
     def _fetch(self, fetch: Fetch, attempt: TransferAttempt) -> None:
         assert self._init is not None
