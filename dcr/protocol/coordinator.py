@@ -7,6 +7,7 @@ import msgspec
 from dcr.protocol.conductor import Conductor
 from dcr.protocol.coordinator_effects import Effect, SendOwner, StartTimer
 from dcr.protocol.identity import Kind
+from dcr.protocol.layer_changes import LayerChanges
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import CandidateReady, MemberReport, Outcome, OwnerReport, cut
 from dcr.protocol.record import Direction, OpenTransition, OwnerRef
@@ -431,7 +432,7 @@ class Coordinator(Conductor):
                 self._warnings.append(f"{o.owner} lost its baseline, so the next push sends every element: {reason}")
         # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
         took_part = {o.owner: (o.incarnation, push) for o, push in zip(c.owners, c.pushes, strict=True)}
-        return effects + self._push_over("", took_part, s.summary(self._budget_from or 0))
+        return effects + self._push_over("", took_part, s.summary(self._budget_from or 0), s.layers)
 
     def _tell_late(self) -> list[Effect]:
         """Whoever waits hears how its push ended, from another leader than the one that ended it (DESIGN D16)."""
@@ -452,6 +453,7 @@ class Coordinator(Conductor):
         error: str,
         took_part: Mapping[str, tuple[int, int]] | None = None,
         summary: Mapping[str, float | int | str | list[str]] | None = None,
+        layers: tuple[LayerChanges, ...] = (),
     ) -> list[Effect]:
         """Tell every owner that took part how the push ended.
 
@@ -459,10 +461,13 @@ class Coordinator(Conductor):
             error: what stopped it; empty if it was committed.
             took_part: (incarnation, push) of each owner; None for whoever waits.
             summary: what there is to tell of the attempt that was committed.
+            layers: what it changed.
         """
         told = dict(summary or {})
         told |= {"failures": self._failures[-MESSAGES_MAX:], "warnings": self._warnings[-MESSAGES_MAX:]}
-        self._outcome = Outcome(self.record_id, self._k.epoch, self._k.version, self.candidate, cut(error), told)
+        self._outcome = Outcome(
+            self.record_id, self._k.epoch, self._k.version, self.candidate, cut(error), told, layers=layers
+        )
         effects: list[Effect] = []
         for name, seat in self.seats:
             pushed = (seat.incarnation, seat.ready)

@@ -8,6 +8,7 @@ import msgspec
 
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base
+from dcr.protocol.layer_changes import Layers
 from dcr.protocol.record import OwnerRef
 
 CONTROL_VERSION = 1
@@ -123,6 +124,8 @@ class Outcome(_Message, frozen=True):
     push: int = 0
     """Which push of which incarnation of the receiving owner this ends, as its ``CandidateReady`` said (push 0:
     whichever waits); any other push must ignore it, for it may come late, or twice."""
+    layers: Layers = ()
+    """Of the attempt that was committed, over all owners; empty if there was none, or if it compared nothing."""
 
 
 # ---------------------------------------------------------------- reports from members
@@ -233,6 +236,8 @@ class Sealed(_Message, frozen=True):
     changed_entries: int
     owned_elements: int
     seconds: dict[str, float]
+    layers: Layers = ()
+    """What changed in the elements of this owner; empty if nothing was compared."""
 
 
 class EmitFailed(_Message, frozen=True):

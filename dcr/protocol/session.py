@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from dcr.protocol.identity import Base, Kind, manifest_root
+from dcr.protocol.layer_changes import LayerChanges, add_layers
 from dcr.protocol.messages import Sealed
 from dcr.protocol.record import Member, OwnerRef
 
@@ -112,6 +113,11 @@ class Session:
             "payload_bytes": sum(r.payload_bytes for r in sealed),
             **{f"seconds_{k}": v for k, v in sorted(self.seconds.items())},
         }
+
+    @property
+    def layers(self) -> tuple[LayerChanges, ...]:
+        """What changed, by layer, over all owners that have sealed."""
+        return add_layers(self.sealed[o].layers for o in sorted(self.sealed))
 
     def break_off(self, reason: str, *, fatal: bool = False) -> None:
         """It cannot be completed any more, by nobody; the first reason stands."""

@@ -3,10 +3,11 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 from dcr.data_plane.bucket import pack
+from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.encode import to_item
 from dcr.data_plane.item import Change, Item, Operation
@@ -52,6 +53,8 @@ class Emission:
         """True once a payload may have left."""
         self.found: ContentDigest | None = None
         """The candidate's content, if this emission found it, whether or not it came to its end."""
+        self.changes_found: Mapping[str, ChangeCount] = dict[str, ChangeCount]()
+        """What the candidate changed, by canonical tensor; empty unless this emission compared, and to the end."""
 
     def run(self, candidate_digest: ContentDigest | None = None) -> Manifest:
         """Emit everything and return the manifest, which is not delivered yet.
@@ -78,6 +81,7 @@ class Emission:
             self.found = self._source.candidate_digest
             if candidate_digest not in (None, self.found):
                 raise RefusedError(self._stepped)
+            self.changes_found = self._source.changes_found
         digest = self._source.baseline_digest if restore or self._back else self.found
         assert digest is not None
         return Manifest(

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
+from dcr.data_plane.change_counts import by_layer, in_words, layer_of
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.payload import payload_digest
 from dcr.delivery.interface import Delivery, contents_key, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind, Manifest, encode_manifest
+from dcr.protocol.layer_changes import LAYERS_MAX, LAYERS_REST, LayerChanges
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
@@ -102,6 +104,8 @@ class OwnerHost:
         self._role = role.Owner(source.owner, incarnation, record_id, "" if baseline is None else baseline.hex())
         self._emission: Emission | None = None
         self._seconds: dict[str, float] = {}
+        self._layer_of = layer_of(source.specs, LAYERS_MAX, LAYERS_REST)
+        self._layers: tuple[LayerChanges, ...] = ()  # of what was emitted last
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._begun = ""  # token of the candidate of which something may have been delivered last
         self._push = 0
@@ -328,8 +332,18 @@ class OwnerHost:
             if emission.found is not None:
                 self._found = {candidate: emission.found}
         self._seconds = dict(emission.seconds)
+        self._layers = self._counted(emission)
         found = "" if emission.found is None else emission.found.hex()
         self._post(lambda: self._role.emitted(manifest, found))
+
+    def _counted(self, emission: Emission) -> tuple[LayerChanges, ...]:
+        """What an emission changed by layer, which the log hears too."""
+        counts = emission.changes_found
+        layers = by_layer(counts, self._layer_of)
+        if counts:
+            epoch, kind = emission.order.epoch, emission.order.base.kind
+            _log.info("%s, %s attempt of epoch %d: %s", self._source.owner, kind, epoch, in_words(counts, layers))
+        return tuple(LayerChanges(layer, count.changed, count.elements) for layer, count in layers.items())
 
     def _holds_candidate(self, order: Emit) -> bool:
         """True if the weights may be taken for the candidate, as far as the order is about one.
@@ -364,6 +378,7 @@ class OwnerHost:
             changed_entries=m.changed_entries,
             owned_elements=m.owned_elements,
             seconds=self._seconds,
+            layers=self._layers,
         )
 
     def _fold(self, effect: role.FoldBaseline) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import Change, TensorSpec
 from dcr.protocol.identity import Kind
@@ -39,6 +40,15 @@ class Source(Protocol):
     @property
     def candidate_digest(self) -> ContentDigest | None:
         """Content digest of its share of the target, once ``changes`` of a forward kind was exhausted."""
+        ...
+
+    @property
+    def changes_found(self) -> Mapping[str, ChangeCount]:
+        """What the last relative or absolute ``changes`` found, by canonical tensor of which this owner holds elements.
+
+        Unchanged tensors are there too.  Empty until it was read to its end, and after a dense one, which compares
+        nothing; a restore leaves it as it is.
+        """
         ...
 
     def changes(self, kind: Kind) -> Iterator[Change]:

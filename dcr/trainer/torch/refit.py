@@ -1,9 +1,10 @@
 """The trainer's front door: every rank of a torch trainer pushes its weights to the rollout engines."""
 
+import json
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from dcr.control_plane.address import open_control_plane
+from dcr.data_plane.change_counts import ChangeCount, reading_order
 from dcr.delivery.address import open_delivery
 from dcr.protocol.errors import DcrError
+from dcr.protocol.layer_changes import LAYERS_REST
 from dcr.protocol.messages import Outcome
 from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.observer import Observer, log_step
@@ -22,6 +25,9 @@ from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.source import TorchSource
+
+OTHER_LAYERS = "(other layers)"
+"""What a report calls the layers together that are beyond the bound of ``dcr.protocol.layer_changes``."""
 
 
 class PushError(DcrError):
@@ -46,6 +52,9 @@ class RefitReport:
         payload_bytes: their size.
         wall_s: the whole push, on this rank.
         stages: seconds by stage: detect, encode, deliver, decode, apply, synchronise, fold.
+        layers: elements changed and in all, by layer in reading order, unchanged layers too, and what is beyond 256
+            layers as OTHER_LAYERS.  Empty if kind is dense, for such an attempt compares nothing, or unknown.
+            ``TrainerRefit.changes`` has this rank's share by tensor.
     """
 
     version: int
@@ -60,6 +69,12 @@ class RefitReport:
     payload_bytes: int
     wall_s: float
     stages: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, ChangeCount] = field(default_factory=dict)
+
+    def json(self) -> str:
+        """The report as one JSON object on one line, its fields by their names, with a rate (0 to 1) for each layer."""
+        layers = {name: {**asdict(count), "rate": count.rate} for name, count in self.layers.items()}
+        return json.dumps({**asdict(self), "layers": layers})
 
 
 class TrainerRefit:
@@ -151,6 +166,15 @@ class TrainerRefit:
             raise PushError(outcome.error)
         return _report(outcome, time.perf_counter() - started)
 
+    @property
+    def changes(self) -> Mapping[str, ChangeCount]:
+        """What this rank found changed in the last push, by canonical tensor of which it owns elements.
+
+        Whatever became of that push; tensors that did not change are there with 0.  The counts of all ranks add up to
+        the checkpoint's.  Empty before the first push, and after a dense attempt, which compares nothing.
+        """
+        return self.source.changes_found
+
     def abandon(self) -> None:
         """Give up a stopped transition: engines that it tore are restored to the committed version.
 
@@ -215,4 +239,10 @@ def _report(outcome: Outcome, wall_s: float) -> RefitReport:
         stages={
             k.removeprefix(prefix): float(v) for k, v in s.items() if k.startswith(prefix) and isinstance(v, float)
         },
+        layers=_layers(outcome),
     )
+
+
+def _layers(outcome: Outcome) -> dict[str, ChangeCount]:
+    in_order = sorted(outcome.layers, key=lambda one: (one.layer == LAYERS_REST, reading_order(one.layer)))
+    return {one.layer or OTHER_LAYERS: ChangeCount(one.changed, one.elements) for one in in_order}

@@ -1,6 +1,7 @@
 """One rank's share of a plain torch trainer: detects, emits and folds the elements that it owns."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import xxhash
 from torch import nn
 
 from dcr.data_plane.bits import bit_view
+from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.header import TEXT_MAX
 from dcr.data_plane.index_map import IndexMap
@@ -104,7 +106,9 @@ class TorchSource:
         self._folding = False
         self._folds = 0
         self._candidate_digest: ContentDigest | None = None
-        self._baseline_digests: dict[str, ContentDigest] | None = self._digests_of_baseline()
+        self._changes_found: Mapping[str, ChangeCount] = {}
+        self._elements: Counter[str] = Counter()
+        self._baseline_digests: dict[str, ContentDigest] | None = self._digests_of_baseline(self._elements)
         self._baseline_digest: ContentDigest | None = _sum(self._baseline_digests)
 
     @property
@@ -121,6 +125,11 @@ class TorchSource:
     def candidate_digest(self) -> ContentDigest | None:
         """This owner's share of the target's content digest; None until a forward ``changes`` was read to its end."""
         return self._candidate_digest
+
+    @property
+    def changes_found(self) -> Mapping[str, ChangeCount]:
+        """See :attr:`dcr.runtime.source.Source.changes_found`."""
+        return self._changes_found
 
     @property
     def folding(self) -> bool:
@@ -148,6 +157,7 @@ class TorchSource:
         if kind is Kind.RESTORE:
             return self._restore(self._folds)
         self._candidate_digest = None
+        self._changes_found = {}
         live = self._live()
         return self._dense(live) if kind is Kind.DENSE else self._detect(live)
 
@@ -221,12 +231,15 @@ class TorchSource:
     def _detect(self, live: tuple[SourceTensor, ...]) -> Iterator[Change]:
         digest = self._baseline_digest
         assert digest is not None, "changes() refuses without a baseline"
+        changed: Counter[str] = Counter()
         for shard in self._shards:
             for difference in shard.tracker.differences(live[shard.number].local()):
                 for change in self._project(shard, difference.positions, difference.old, difference.new):
                     digest = digest + _digest_of_change(change)
+                    changed[change.spec.name] += change.indices.numel()
                     yield change
         self._candidate_digest = digest
+        self._changes_found = {name: ChangeCount(changed[name], owned) for name, owned in self._elements.items()}
 
     def _dense(self, live: tuple[SourceTensor, ...]) -> Iterator[Change]:
         digest = ContentDigest()
@@ -247,7 +260,8 @@ class TorchSource:
                     bits = shard.tracker.committed(start, stop)
                 yield from self._project(shard, torch.arange(start, stop), None, bits)
 
-    def _digests_of_baseline(self) -> dict[str, ContentDigest]:
+    def _digests_of_baseline(self, elements: Counter[str] | None = None) -> dict[str, ContentDigest]:
+        """Taken afresh from every owned element, by canonical tensor; counts them where that is asked for."""
         digests: dict[str, ContentDigest] = {}
         for shard in self._shards:
             for start, stop in shard.tracker.chunks():
@@ -255,6 +269,8 @@ class TorchSource:
                 for change in self._project(shard, torch.arange(start, stop), None, bits):
                     name = change.spec.name
                     digests[name] = digests.get(name, ContentDigest()) + _digest_of_change(change)
+                    if elements is not None:
+                        elements[name] += change.indices.numel()
         return digests
 
     def _project(

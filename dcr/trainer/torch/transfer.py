@@ -7,6 +7,7 @@ It finds, encodes and seals changes as ``TrainerRefit`` does, and leaves the res
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import manifest_key, sweep
@@ -125,6 +127,11 @@ class DcrTransferSender(TrainerWeightTransferEngine[DcrTrainerInitInfo]):  # typ
         self.version = attempt.target
         if self.is_sender:
             sweep(self._delivery, self._init.record_id, attempt.epoch)
+
+    @property
+    def changes(self) -> Mapping[str, ChangeCount]:
+        """What this rank found changed in the last ``send_weights``: see :attr:`TrainerRefit.changes`."""
+        return self._source.changes_found
 
     def shutdown(self) -> None:
         """Let go of the delivery store."""

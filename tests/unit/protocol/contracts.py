@@ -2,10 +2,12 @@
 
 from dcr.protocol import messages as m
 from dcr.protocol.identity import Base, Kind, Manifest, SealedPayload
+from dcr.protocol.layer_changes import LAYERS_REST, LayerChanges
 from dcr.protocol.record import CommitRecord, Committed, Direction, Member, OpenTransition, OwnerRef
 
 D0, D1 = "0" * 31 + "a", "0" * 31 + "b"
 BASE = Base(Kind.RELATIVE, 6, D0, "v7-c1-3")
+LAYERS = (LayerChanges("model.layers.0", 4, 90), LayerChanges(LAYERS_REST, 0, 10))
 STATE = m.StorageState(6, D0, ("v7-c1-3",))
 
 RECORD = CommitRecord(
@@ -56,7 +58,7 @@ ORDERS = (
     m.Refuse("policy", 10, "it reads wire version 0"),
     m.Emit("policy", 10, 7, BASE, "add", ("lm_head.weight",)),
     m.Fold("policy", 10),
-    m.Outcome("policy", 10, 7, "v7-c1-3", "", {"payloads": 2, "members": ["e0"]}, 9, 5),
+    m.Outcome("policy", 10, 7, "v7-c1-3", "", {"payloads": 2, "members": ["e0"]}, 9, 5, LAYERS),
     m.ShowContents("policy", 10),
     m.CompareContents("policy", 10, 6, (m.TableRef("policy/10/contents/o0/9/d0", "ee"),)),
     m.Verified("policy", 6, 1, COMPARED, 2, ""),
@@ -72,7 +74,7 @@ REPORTS = (
     m.OwnerJoin("o0", 9, 1, D0),
     m.CandidateReady("o0", 9, 5),
     m.Withdraw("o0", 9, 5),
-    m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}),
+    m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}, LAYERS),
     m.EmitFailed("o0", 9, 10, "its push was given up", fatal=True, given_up=5),
     m.Folded("o0", 9, 10, D1, "", {"fold": 0.125}),
     m.Verify("policy"),
