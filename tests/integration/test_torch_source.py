@@ -162,6 +162,7 @@ def refit(source, step):
         seen[kind] = [(c.spec.name, c.indices, c.old, c.new) for c in source.changes(kind)]
         if kind is Kind.RELATIVE:
             seen["candidate"] = source.candidate_digest
+            seen["found"] = {n: (c.changed, c.elements) for n, c in source.changes_found.items()}
     seen["new"] = source.gather_state()
     source.fold(seen["candidate"])
     seen["folded"] = source.baseline_digest
@@ -285,6 +286,16 @@ def union(changes_by_rank, start, *, check_old):
     return result, sum(int(c.sum()) for c in counts.values())
 
 
+def added_up(shares):
+    """Counts of all ranks by canonical tensor, each of at least one element."""
+    total = {}
+    for name, (changed, elements) in (count for share in shares for count in share.items()):
+        assert elements > 0
+        before = total.get(name, (0, 0))
+        total[name] = (before[0] + changed, before[1] + elements)
+    return total
+
+
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -312,6 +323,9 @@ def judge(ranks):
         result, named = union([s[Kind.RELATIVE] for s in seen], bits_of(old), check_old=True)
         assert same(result, bits_of(new))
         assert named == changed
+        assert added_up([s["found"] for s in seen]) == {
+            n: (int(torch.ne(bits_of(old)[n], b).sum()), b.numel()) for n, b in bits_of(new).items() if b.numel()
+        }
         blank = {n: torch.zeros_like(b) for n, b in bits_of(old).items()}
         for kind, expected in ((Kind.DENSE, new), (Kind.RESTORE, old)):
             result, named = union([s[kind] for s in seen], blank, check_old=False)

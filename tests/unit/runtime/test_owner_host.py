@@ -4,6 +4,7 @@ import re
 import threading
 
 import pytest
+import torch
 
 from dcr import PushError
 from dcr.protocol.record import Direction
@@ -23,6 +24,19 @@ def actions(fleet):
     return [s.action for s in fleet.steps]
 
 
+def changed(fleet, old):
+    """Changed and all elements by tensor, counted in the trainer's state dict."""
+    view = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+    return {
+        n: (int(torch.ne(old[n].view(view[t.dtype]), t.view(view[t.dtype])).sum()), t.numel())
+        for n, t in fleet.state().items()
+    }
+
+
+def told(counts):
+    return {n: (c.changed, c.elements) for n, c in counts.items()}
+
+
 def test_a_push_is_exact_in_both_modes(fleet):
     a, b = fleet.engine("a"), fleet.engine("b")
     for _ in range(2):
@@ -40,6 +54,7 @@ def test_a_push_that_waits_is_turned_back(fleet):
     a, b = fleet.engine("a"), fleet.engine("b")
     fleet.check(a)
     fleet.check(b)
+    old = fleet.state()
     fleet.step(rate=0.5)
     turned = []
 
@@ -52,6 +67,7 @@ def test_a_push_that_waits_is_turned_back(fleet):
     with pytest.raises(PushError, match=ROLLED_BACK + "every member serves that version again"):
         fleet.refit.push()
     turned[0].join()
+    assert told(fleet.refit.changes) == changed(fleet, old)  # of the weights that were pushed, and turned back
     record = fleet.record()
     assert (record.version, record.open, record.committed.direction) == (0, None, Direction.BACK)
     assert "OpenRestore" not in actions(fleet)
@@ -59,6 +75,7 @@ def test_a_push_that_waits_is_turned_back(fleet):
     fleet.check(b)
     report = fleet.push()  # the same weights, as another candidate: nothing forbids them
     assert (report.kind, report.attempts) == ("relative", 1)
+    assert told(report.layers) == told(fleet.refit.changes) == changed(fleet, old)
     fleet.check(a)
     fleet.check(b)
 
@@ -105,3 +122,20 @@ def test_turning_back_between_transitions_changes_nothing(fleet):
     fleet.push()
     fleet.check(e)
     assert "RollBack" not in actions(fleet)
+
+
+@pytest.mark.parametrize("fleet", ["sync"], indirect=True)
+def test_the_report_of_a_later_attempt_counts_what_changed_once_and_the_log_says_it(fleet, caplog):
+    e = fleet.engine("a")
+    old = fleet.state()
+    stop(fleet, e)
+    counts = changed(fleet, old)
+    with caplog.at_level("INFO", "dcr.owner"):
+        report = fleet.push()
+    assert report.kind == "absolute"
+    assert told(report.layers) == told(fleet.refit.changes) == counts
+    total, elements = (sum(column) for column in zip(*counts.values(), strict=True))
+    epoch = fleet.record().committed.epoch
+    assert f"absolute attempt of epoch {epoch}: {total} of {elements} elements changed" in caplog.text
+    fleet.check(e)
+    assert told(fleet.push(dense=True).layers) == {}  # it compares nothing, and does not pretend to

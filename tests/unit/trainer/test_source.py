@@ -76,6 +76,19 @@ def digest_of(source, checkpoint):
     )
 
 
+def counted(old, new):
+    """Changed and all elements by canonical tensor, from two checkpoints."""
+    return {
+        name: (int(torch.ne(bit_view(old[name]), bit_view(tensor)).sum()), tensor.numel())
+        for name, tensor in new.items()
+        if tensor.numel()
+    }
+
+
+def found(source):
+    return {name: (count.changed, count.elements) for name, count in source.changes_found.items()}
+
+
 def scramble(model, seed, rate=0.3):
     """Random bits, NaN payloads and -0.0 among them, in some elements of every floating tensor; flips in the rest."""
     random = torch.Generator().manual_seed(seed)
@@ -89,6 +102,38 @@ def scramble(model, seed, rate=0.3):
             noise = torch.randint(info.min, info.max, bits.shape, dtype=bits.dtype, generator=random)
             noise.view(-1)[:1] = info.min  # -0.0
             bits.copy_(torch.where(torch.rand(bits.shape, generator=random) < rate, noise, bits))
+
+
+@pytest.mark.parametrize("chunk_elements", [7, 1 << 22])
+def test_what_changed_is_counted_by_canonical_tensor(chunk_elements):
+    model = Net()
+    source = TorchSource(model, save_path=save_path, chunk_elements=chunk_elements)
+    old = source.gather_state()
+    assert found(source) == {}
+    with torch.no_grad():
+        model.experts[1, :3, 2] += 1.0
+        model.twin.view(-1)[0] = -0.0
+        model.k[2, 1] = float("nan")
+    changes = source.changes(Kind.RELATIVE)
+    next(changes)
+    assert found(source) == {}  # not before the end
+    list(changes)
+    first = counted(old, source.gather_state())
+    assert first["experts.1.gate"] == (3, 20)
+    assert first["experts.0.up"] == (0, 20)
+    assert first["qk"] == (1, 36)
+    assert found(source) == first
+    list(source.changes(Kind.RESTORE))
+    list(source.changes(Kind.ABSOLUTE))  # the next attempt finds the same again, and does not add to it
+    assert found(source) == first
+    source.fold(source.candidate_digest)
+    assert found(source) == first
+    middle = source.gather_state()
+    scramble(model, 1)
+    list(source.changes(Kind.RELATIVE))
+    assert found(source) == counted(middle, source.gather_state())
+    list(source.changes(Kind.DENSE))
+    assert found(source) == {}  # nothing was compared
 
 
 @pytest.mark.parametrize("path", [save_path, None])
