@@ -49,6 +49,7 @@ class Demo:
         self.checkpoint_bytes = 0
         self.payload_bytes = 0
         self.proofs = 0
+        self.reports: list[dict[str, Any]] = []
 
     # ------------------------------------------------------------ saying
 
@@ -138,6 +139,7 @@ class Demo:
         for failure in report["failures"]:
             self.say(f"refit {number}: {failure}")
         self.prove(number, report, loss, sorted(report["members"]))
+        self.reports.append({**report, "loss": loss, "checkpoint_bytes": self.checkpoint_bytes})
         if self.kill and number == KILL_AT:
             self.rejoin(number)
 
@@ -246,6 +248,11 @@ def main() -> int:
         help=f"kill a rank of {VICTIM} in the middle of refit {KILL_AT} (also KILL=1 in the environment)",
     )
     arguments.add_argument("--run", type=Path, default=ROOT / "run" / "demo", help="folder for record, payloads, logs")
+    arguments.add_argument(
+        "--json",
+        action="store_true",
+        help="end with one JSON object on a line: every push's whole report, by layer too",
+    )
     a = arguments.parse_args()
     shutil.rmtree(a.run, ignore_errors=True)
     a.run.mkdir(parents=True)
@@ -266,6 +273,14 @@ def main() -> int:
     print(
         f"bit-exact {demo.proofs}/{REFITS} refits, {len(demo.receivers)} receivers, payload {share:.2f} % of checkpoint"
     )
+    if a.json:
+        said = {
+            "bit_exact": demo.proofs,
+            "refits": REFITS,
+            "receivers": sorted(demo.receivers),
+            "reports": demo.reports,
+        }
+        print(json.dumps(said))
     return 0 if demo.proofs == REFITS else 1
 
 

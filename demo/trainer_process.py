@@ -1,7 +1,7 @@
 """One training rank of the demo."""
 
 import argparse
-from dataclasses import asdict
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def main() -> None:
         return {"loss": trainer.step()}
 
     def push(_: dict[str, Any]) -> dict[str, Any]:
-        return {"report": asdict(refit[0].push())}
+        return {"report": json.loads(refit[0].push().json())}
 
     serve({"warm_up": warm_up, "save": save, "connect": connect, "step": step, "push": push})
     for r in refit:
