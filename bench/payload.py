@@ -1,14 +1,15 @@
 """Payload sizes: bytes a changed element and share of the checkpoint, by rate, positions and kind of update.
 
 Whole payloads as an owner makes them, header and digests included, against the order-0 bound (entropy of uniform
-positions and of the differences) and against the layout of NeMo-RL's public codec.  Sizes are exact.
+positions and of the differences) and against the layout of NeMo-RL's public codec.  Sizes are exact.  Besides made-up
+updates there are real ones: AdamW on FP32 masters of a small transformer that reads real text, at the rates of RL.
 """
 
 from collections.abc import Iterator
 
 import torch
 from table import Row, parser, report
-from workload import adam, entropy, location_entropy, payloads, peer_payload, relative, words
+from workload import RealTraining, adam, entropy, location_entropy, payloads, peer_payload, relative, words
 
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 
@@ -18,7 +19,13 @@ PAPER_SHARES = {0.03: 2.37, 0.05: 3.79}
 AIM_SHARES = {0.03: 1.60, 0.05: 2.45}
 AIM_RATIOS = {0.01: 1.4, 0.03: 1.45, 0.05: 1.5}
 ADAM_RATES = (1e-7, 5e-7, 1e-6)
-NOT_MEASURED = ("steps of a trained model: Adam here steps on independent gradients",)
+REAL_RATES = (1e-6, 3e-6, 1e-5)
+REAL_STEPS, WARM_UP_STEPS = 60, 200
+"""Steps at each rate, the last of which is measured; and before them all, at 1e-3."""
+NOT_MEASURED = (
+    "a large model: the trained one has 3.4 million weights, taken here as one tensor",
+    "gradients of RL: the transformer learns to predict text",
+)
 
 
 def rows_of(claim: str, old: torch.Tensor, new: torch.Tensor, aims: tuple[float | None, ...]) -> Iterator[Row]:
@@ -55,7 +62,12 @@ def main() -> None:
                     f"{where}, {noise} +-1e-2", *relative(rate, asked.elements, noise=noise, rows=clustered), aims
                 )
     for step in ADAM_RATES:
-        rows += rows_of(f"Adam at {step:g}", *adam(step, asked.elements), (None, None, None))
+        rows += rows_of(f"Adam, independent gradients, at {step:g}", *adam(step, asked.elements), (None, None, None))
+    training = RealTraining(WARM_UP_STEPS)
+    for step in REAL_RATES:
+        rows += rows_of(
+            f"AdamW, trained transformer, at {step:g}", *training.steps(step, REAL_STEPS), (None, None, None)
+        )
     report(NAME, rows, NOT_MEASURED, as_json=asked.json)
 
 

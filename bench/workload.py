@@ -2,14 +2,18 @@
 
 import math
 import os
+import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 import zstandard
+from torch import nn
 
 from dcr.data_plane.bucket import pack
 from dcr.data_plane.encode import to_item
@@ -88,6 +92,84 @@ def adam(rate: float, elements: int, steps: int = 5) -> tuple[torch.Tensor, torc
         old = master.to(torch.bfloat16)
         master.add_((first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8), alpha=-rate)
     return bits(old), bits(master.to(torch.bfloat16))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class SmallPolicy(nn.Module):
+    """A byte-level transformer of 3.4 million weights."""
+
+    def __init__(self, width: int = 256, layers: int = 4, context: int = 64) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(_Block(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of the next byte, from int64 of shape [windows, length]."""
+        places = torch.arange(tokens.shape[1])
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places))))
+
+
+class RealTraining:
+    """AdamW steps of FP32 masters on real text; the model computes with the BF16 weights that are rounded from them.
+
+    Args:
+        steps: at a high rate first, so that gradients are those of a model which has learned something.
+    """
+
+    def __init__(self, steps: int) -> None:
+        torch.manual_seed(3)
+        self._model = SmallPolicy()
+        self._masters = [p.detach().clone().requires_grad_() for p in self._model.parameters()]
+        self._adamw = torch.optim.AdamW(self._masters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        self._text = torch.tensor(np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8).astype(np.int64))
+        self._round()
+        for _ in range(steps):
+            self._step()
+
+    def steps(self, rate: float, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """BF16 bits of all weights, flat, around the last of some more steps at this rate."""
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        for _ in range(steps - 1):
+            self._step()
+        old = self._stored()
+        self._step()
+        return old, self._stored()
+
+    def _step(self) -> None:
+        starts = torch.randint(0, self._text.numel() - 65, (8,))
+        windows = torch.stack([self._text[start : start + 65] for start in starts.tolist()])
+        loss = F.cross_entropy(self._model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        self._model.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for master, weight in zip(self._masters, self._model.parameters(), strict=True):
+            master.grad = weight.grad
+        self._adamw.step()
+        self._round()
+
+    def _round(self) -> None:
+        with torch.no_grad():
+            for master, weight in zip(self._masters, self._model.parameters(), strict=True):
+                weight.copy_(master.to(torch.bfloat16))
+
+    def _stored(self) -> torch.Tensor:
+        return torch.cat([bits(p.detach().to(torch.bfloat16).flatten()) for p in self._model.parameters()])
 
 
 def spec_of(elements: int) -> TensorSpec:
