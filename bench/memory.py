@@ -147,7 +147,7 @@ class Weights(nn.Module):
         """Change about this share of the elements by the smallest difference there is, or the second smallest."""
         for tensor in self.parameters():
             for part in bit_view(tensor).view(-1).split(SMALL):
-                part += (torch.rand(part.numel()) < rate) * torch.randint(1, 3, (part.numel(),), dtype=torch.int16)
+                part.add_((torch.rand(part.numel()) < rate) * torch.randint(1, 3, (part.numel(),), dtype=torch.int16))
 
 
 def transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -272,11 +272,12 @@ def native_loader(model: Weights, layout: str) -> Callable[[Iterable[tuple[str, 
 # ---------------------------------------------------------------- the figures
 
 
-def run(which: str, megabytes: int, layout: str, rate: float, folder: str, said: str = "") -> str:
+def run(which: str, model: tuple[int, str, float], folder: str, said: str = "") -> str:
     """A process of its own; returns the JSON that it prints last."""
+    megabytes, layout, rate = model
     asked = ["--process", which, "--megabytes", str(megabytes), "--layout", layout, "--rate", str(rate)]
     # What is freed goes back to the system at once: kept for the next allocation it would hide what that needs.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "1048576"}
     command = [sys.executable, __file__, *asked, "--folder", folder]
     done = subprocess.run(command, input=said, env=environment, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
     return done.stdout.splitlines()[-1]
@@ -285,8 +286,9 @@ def run(which: str, megabytes: int, layout: str, rate: float, folder: str, said:
 def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
     """Rows of one model: each stage beside what the memory model allows it, in MB."""
     with tempfile.TemporaryDirectory() as folder:
-        text = run("owner", megabytes, layout, rate, folder)
-        owner, receiver = json.loads(text), json.loads(run("receiver", megabytes, layout, rate, folder, text))
+        model = (megabytes, layout, rate)
+        text = run("owner", model, folder)
+        owner, receiver = json.loads(text), json.loads(run("receiver", model, folder, text))
     claim = f"{megabytes} MB, {LAYOUTS[layout]}, {100 * rate:g} % changed"
     chunk, bucket = CHUNK_BYTES * min(CHUNK_ELEMENTS, owner["largest"]), BUCKETS * BUCKET_BYTES
     bounds = {

@@ -162,10 +162,14 @@ class Box:
         for size, source_stride, target_stride in zip(
             self.sizes, self.source_strides, self.target_strides, strict=True
         ):
-            step = torch.div(rest, source_stride, rounding_mode="floor") if source_stride > 1 else rest
+            # In place, for these are the temporaries of a whole chunk.
+            if source_stride == 1:  # the innermost dimension, if there is one: nothing is left after it
+                inside &= rest < size
+                return target.add_(rest, alpha=target_stride), inside
+            step = torch.div(rest, source_stride, rounding_mode="floor")
             inside &= step < size
-            target += step * target_stride
-            rest = rest - step * source_stride
+            target.add_(step, alpha=target_stride)
+            rest.sub_(step, alpha=source_stride)
         inside &= rest == 0
         return target, inside
 
@@ -271,6 +275,8 @@ class IndexMap:
             targets.append(target if inside is None else target[inside])
         if not kept:
             return indices.new_empty(0), indices.new_empty(0)
+        if len(kept) == 1:
+            return kept[0], targets[0]
         return torch.cat(kept), torch.cat(targets)
 
     def then(self, other: "IndexMap", *, boxes_max: int = BOXES_MAX) -> "IndexMap":

@@ -30,7 +30,9 @@ class Tracker:
         self.dtype = live.dtype
         self._chunk_elements = chunk_elements
         self._bits = torch.empty(live.numel(), dtype=bits_dtype(live.dtype))
-        self._bits.copy_(_flat_bits(live))
+        stored = bit_view(live.detach())
+        for start, stop in self.chunks():
+            self._bits[start:stop] = _part(stored, start, stop)
 
     @property
     def numel(self) -> int:
@@ -52,9 +54,9 @@ class Tracker:
         Raises:
             RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
         """
-        flat = self._checked(live)
+        stored = self._checked(live)
         for start, stop in self.chunks():
-            yield start, flat[start:stop].clone()
+            yield start, _part(stored, start, stop).clone()
 
     def differences(self, live: torch.Tensor) -> Iterator[Difference]:
         """The changed elements, chunk by chunk in increasing position; chunks without any are left out.
@@ -65,10 +67,10 @@ class Tracker:
         Raises:
             RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
         """
-        flat = self._checked(live)
-        kernels = stream_kernels([flat])
-        for start, stop, old in chunks_on(flat.device, self._bits, tuple(self.chunks())):
-            found = kernels.differences(old, flat[start:stop], start)
+        stored = self._checked(live)
+        kernels = stream_kernels([stored])
+        for start, stop, old in chunks_on(stored.device, self._bits, tuple(self.chunks())):
+            found = kernels.differences(old, _part(stored, start, stop), start)
             if found.positions.numel():
                 yield found
 
@@ -91,8 +93,21 @@ class Tracker:
                 f"tracker of {self.name}: it holds {self.numel} elements of {self.dtype}, the live shard has "
                 f"{live.numel()} of {live.dtype}; rebuild the trainer's refit object after changing the model"
             )
-        return _flat_bits(live)
+        return bit_view(live.detach())
 
 
-def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    return bit_view(tensor.detach().reshape(-1))
+def _part(stored: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) in logical (row-major) order, flat; whatever the strides, no others are copied."""
+    if stored.is_contiguous():
+        return stored.view(-1)[start:stop]
+    row = stored.numel() // stored.shape[0]
+    first, end = start // row, -(-stop // row)
+    if end - first == 1:
+        return _part(stored[first], start - first * row, stop - first * row)
+    whole, beyond = -(-start // row), stop // row  # rows that are taken as a whole, and the one after them
+    parts = [stored[whole:beyond].reshape(-1)]
+    if first < whole:
+        parts.insert(0, _part(stored[first], start - first * row, row))
+    if beyond < end:
+        parts.append(_part(stored[beyond], 0, stop - beyond * row))
+    return torch.cat(parts)

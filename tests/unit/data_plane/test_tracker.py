@@ -1,5 +1,7 @@
 """Detection and folding against NumPy over the raw bytes."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -101,3 +103,50 @@ def test_another_shard_is_refused_and_changes_nothing(other):
         with pytest.raises(RefusedError, match=r"layer\.weight"):
             list(use(other))
     assert list(tracker.differences(torch.ones(10))) == []
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.randoms(use_true_random=False), st.integers(1, 40))
+def test_strides_do_not_matter(shape, random, chunk):
+    order = random.sample(range(len(shape)), len(shape))
+    base = random_bits(2 * int(np.prod(shape)), torch.bfloat16, random.getrandbits(32))
+    live = base.view(2, *shape)[random.randrange(2)].permute(order)
+    if random.random() < 0.5:
+        live = base.view(*shape, 2)[..., random.randrange(2)].permute(order)  # holes between elements
+    old = np.array(bit_view(live).tolist(), np.int16).reshape(-1)
+    tracker = Tracker("t", live, chunk_elements=chunk)
+    assert np.array_equal(tracker.committed(0, live.numel()).numpy(), old)
+    for place in [tuple(random.randrange(n) for n in live.shape) for _ in range(4)]:
+        bit_view(live)[place] ^= 1 << random.randrange(15)
+    new = np.array(bit_view(live).tolist(), np.int16).reshape(-1)
+    positions, before, after = joined(tracker.differences(live))
+    expected = np.flatnonzero(old != new)
+    assert positions.tolist() == expected.tolist()
+    assert before.tolist() == old[expected].tolist()
+    assert after.tolist() == new[expected].tolist()
+    assert np.array_equal(torch.cat([bits for _, bits in tracker.live(live)]).numpy(), new)
+    for _ in tracker.fold(live):
+        pass
+    assert np.array_equal(tracker.committed(0, live.numel()).numpy(), new)
+
+
+def status(field):
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{field}:")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_memory_is_bounded_by_a_chunk_whatever_the_tensor(strided):
+    """The allocator keeps no freed memory of this size, so that a copy of the tensor shows in the high-water mark."""
+    list(Tracker("rehearsal", torch.zeros(9), chunk_elements=9).differences(torch.ones(9)))  # compiles
+    live = torch.zeros(2080, 8256, dtype=torch.bfloat16)  # no powers of two: these strides are slow
+    size = live.nbytes
+    if strided:
+        live = live.T
+    tracker = Tracker("t", live, chunk_elements=1 << 18)
+    bit_view(live)[::64, ::64] += 1
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = status("VmRSS")
+    assert sum(found.positions.numel() for found in tracker.differences(live)) == 33 * 129
+    assert sum(bits.numel() for _, bits in tracker.live(live)) == live.numel()
+    assert sum(found.positions.numel() for found in tracker.fold(live)) == 33 * 129
+    assert status("VmHWM") - before < size / 8
