@@ -7,8 +7,8 @@ through gather and save path, must come out where the maps say.
 
 Sources go through the save path one at a time where it allows: a first run over the whole state dict, with each tensor
 a single stored number seen at full shape, shows which sources meet in a canonical tensor; those form one group.  That
-run needs no memory unless the save path copies.  Learning a group needs about ten int64 an element of the group, full
-size and on every rank, in host memory.
+run needs no memory unless the save path copies.  Learning a group needs 10 to 14 int64 an element of the group, full
+size and on every rank, in host memory (bench/memory.py).
 """
 
 import itertools

@@ -54,7 +54,8 @@ class TorchSource:
         save_path: turns full tensors by state-dict name into canonical tensors; None takes the model's own.  It is
             called several times, with integer tensors too, and with parts of the state dict.
         process_group: the ranks that hold the model; None is the default group, or one process without any.
-        chunk_elements: elements handled at once; a chunk needs some 40 bytes an element of temporary memory.
+        chunk_elements: elements handled at once; a chunk needs up to 72 bytes of temporary memory for each element
+            that is sent or digested: every one in a dense attempt, a restore and the construction.
 
     Raises:
         RefusedError: on every rank alike, naming the tensor, if the state cannot be refitted: see ``projection.learn``;
