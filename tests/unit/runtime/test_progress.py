@@ -61,6 +61,7 @@ def test_a_gate_that_is_closed_for_a_transition_names_it_and_the_log_tells_its_t
     assert at.hear(Acknowledged).manifest_root == root
     at.commit(root)
     assert (status(at).version, status(at).gate, status(at).reason) == (1, "open", "")
+    wait(lambda: any("serves version 1" in line for line in caplog.messages))
     payloads = (at.file.parent.parent / "payloads").rglob("*.payload")
     said = "\n".join(caplog.messages)
     assert "engine a prepares epoch 1: a transition is being applied: version 0 -> 1, relative" in said
@@ -81,11 +82,13 @@ def test_an_engine_that_is_restored_says_so(at: Led) -> None:
     assert status(at).reason == f"restoring version 0, epoch {at.record.epoch}"
 
 
-def test_an_engine_that_is_not_admitted_says_so(at: Led) -> None:
+def test_an_engine_that_is_not_admitted_says_so(at: Led, caplog: pytest.LogCaptureFixture) -> None:
     at.write(msgspec.structs.replace(at.record, members=()))
     at.serves_old()  # it goes on with what it was admitted at
     away = at.file.with_name("away.db")
     at.file.rename(away)
+    # Not only withheld: what is withheld is let go on when the record is read again, admitted or not.
+    wait(lambda: any("closes its gate: the record was not read" in line for line in caplog.messages))
     wait(lambda: status(at).gate == "closed")
     away.rename(at.file)
     wait(lambda: "lease" not in status(at).reason)

@@ -288,7 +288,7 @@ def test_whatever_the_order_every_engine_reads_everything_within_the_bound(
 
 def test_threads_of_many_engines_read_each_object_once(host_of):
     names = [f"e{n}" for n in range(6)]
-    host = host_of(engines=names)
+    host = host_of(engines=names, delivery_timeout_s=60.0)
     sent = [bytes([n]) * 100 for n in range(30)]
     got = {name: [] for name in names}
 
