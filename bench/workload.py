@@ -109,7 +109,7 @@ class _Block(nn.Module):
 
 
 class SmallPolicy(nn.Module):
-    """A byte-level transformer of 3.4 million weights."""
+    """A byte-level transformer of 3.3 million weights."""
 
     def __init__(self, width: int = 256, layers: int = 4, context: int = 64) -> None:
         super().__init__()
