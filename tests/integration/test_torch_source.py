@@ -20,7 +20,8 @@ from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
-from dcr.trainer.torch.source import CandidateChangedError, TorchSource
+from dcr.trainer.share import CandidateChangedError
+from dcr.trainer.torch.source import TorchSource
 
 CHUNK = 1000
 

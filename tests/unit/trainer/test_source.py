@@ -10,7 +10,8 @@ from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
-from dcr.trainer.torch.source import CandidateChangedError, TorchSource
+from dcr.trainer.share import CandidateChangedError
+from dcr.trainer.torch.source import TorchSource
 
 
 class Net(nn.Module):
@@ -222,7 +223,7 @@ def test_a_fold_cut_short_blocks_emission_and_is_finished_by_another(monkeypatch
         )
 
     with monkeypatch.context() as patch:
-        patch.setattr("dcr.trainer.torch.source._digest_of_change", interrupted)
+        patch.setattr("dcr.trainer.share._digest_of_change", interrupted)
         with pytest.raises(KeyboardInterrupt):
             source.fold(expected)
     assert source.folding

@@ -1,0 +1,273 @@
+"""One owner's share of the checkpoint: its committed bits, what changed against them, and the fold (paper section 4.1).
+
+Trainers differ in how live tensors are found and where their elements lie in the checkpoint.  What is kept, compared,
+emitted and folded is the same for all of them, and here.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcr.data_plane.change_counts import ChangeCount
+from dcr.data_plane.content_digest import ContentDigest
+from dcr.data_plane.header import TEXT_MAX
+from dcr.data_plane.index_map import IndexMap
+from dcr.data_plane.item import Change, TensorSpec
+from dcr.data_plane.kernels.stream_choice import stream_kernels
+from dcr.data_plane.tracker import Tracker
+from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.identity import Kind
+
+Live = Callable[[int], torch.Tensor | None]
+"""By a shard's number its live tensor; None where the committed bits still stand."""
+
+
+class CandidateChangedError(DcrError):
+    """The weights that were folded are not the candidate that was committed; the owner's baseline is lost."""
+
+
+@dataclass(frozen=True)
+class OwnedShard:
+    """Elements that this rank owns.
+
+    Attributes:
+        number: what the live tensor is found by.
+        tracker: the committed bits.
+        maps: from flat position in the shard into checkpoint space, the concatenation of all canonical tensors in
+            order; no two share a target, one element may have a target in several of them.
+    """
+
+    number: int
+    tracker: Tracker
+    maps: tuple[IndexMap, ...]
+
+
+class Share:
+    """Committed bits, detection and fold over some shards (DESIGN section 5, D10, D13).
+
+    A forward ``changes``, ``fold`` and the optimizer belong to one thread; iterating over ``changes(Kind.RESTORE)`` may
+    go on in another.
+
+    Args:
+        owner: the owner's name.
+        specs: all canonical tensors of the checkpoint.
+        bases: the first position of each in checkpoint space.
+        shards: what this rank owns.
+
+    Raises:
+        RefusedError: a canonical tensor has a name that cannot travel.
+    """
+
+    def __init__(
+        self, owner: str, specs: Sequence[TensorSpec], bases: Sequence[int], shards: Sequence[OwnedShard]
+    ) -> None:
+        for spec in specs:
+            _check_name(spec.name)
+        self.owner = owner
+        self.specs = specs
+        self.owned_elements = sum(index_map.numel for shard in shards for index_map in shard.maps)
+        self._bases = torch.tensor(bases, dtype=torch.int64)
+        self._shards = shards
+        self._marks = threading.Lock()  # over folding and the number of folds, against a restore in another thread
+        self._folding = False
+        self._folds = 0
+        self._candidate_digest: ContentDigest | None = None
+        self._changes_found: Mapping[str, ChangeCount] = {}
+        self._elements: Counter[str] = Counter()
+        self._baseline_digests: dict[str, ContentDigest] | None = self._digests_of_baseline(self._elements)
+        self._baseline_digest: ContentDigest | None = _sum(self._baseline_digests)
+
+    @property
+    def baseline_digest(self) -> ContentDigest | None:
+        """This owner's share of the committed version's content digest; None when the baseline is lost."""
+        return self._baseline_digest
+
+    @property
+    def baseline_digests(self) -> Mapping[str, ContentDigest] | None:
+        """The same by canonical tensor, brought forward from the changed elements alone."""
+        return self._baseline_digests
+
+    @property
+    def candidate_digest(self) -> ContentDigest | None:
+        """This owner's share of the target's content digest; None until a forward ``changes`` was read to its end."""
+        return self._candidate_digest
+
+    @property
+    def changes_found(self) -> Mapping[str, ChangeCount]:
+        """See :attr:`dcr.runtime.source.Source.changes_found`."""
+        return self._changes_found
+
+    @property
+    def folding(self) -> bool:
+        """Whether a fold has begun and not ended (D13); only ``fold`` again ends it."""
+        return self._folding
+
+    def changes(self, kind: Kind, look: Callable[[], Live]) -> Iterator[Change]:
+        """What this owner emits in an attempt of this kind, in chunks; not collective.
+
+        Args:
+            kind: relative and absolute give the changed elements, old and new bits; dense every owned element of the
+                live weights; restore every owned element of the baseline.
+            look: finds the live tensors, or refuses; called for forward kinds alone.
+
+        Returns:
+            Changes whose indices are strictly increasing in each, in host memory; a tensor may have several.
+
+        Raises:
+            RefusedError: while folding; if the kind needs a baseline and it is lost; what ``look`` raises; and out of a
+                restore, if a fold begins before it ends.
+        """
+        if self._folding:
+            raise RefusedError(f"owner {self.owner} is folding: it emits nothing until fold() has ended")
+        if kind is not Kind.DENSE and self._baseline_digest is None:
+            raise RefusedError(f"owner {self.owner} lost its baseline: only a dense attempt can follow, not {kind}")
+        if kind is Kind.RESTORE:
+            return self._restore(self._folds)
+        self._candidate_digest = None
+        self._changes_found = {}
+        live = look()
+        return self._dense(live) if kind is Kind.DENSE else self._detect(live)
+
+    def fold(self, expected: ContentDigest, look: Callable[[], Live]) -> None:
+        """Bring the baseline to the live weights in place, after the commit (D13); may be run again at any time.
+
+        Args:
+            expected: this owner's share of the committed candidate's digest.
+            look: finds the live tensors, or refuses, and then nothing was changed.
+
+        Raises:
+            CandidateChangedError: if what was folded has another digest; the baseline is lost then.
+        """
+        live = look()
+        held = None if self._folding or self._baseline_digests is None else dict(self._baseline_digests)
+        with self._marks:
+            self._folding = True
+            self._folds += 1
+        for shard in self._shards:
+            tensor = live(shard.number)
+            if tensor is None:
+                continue
+            for difference in shard.tracker.fold(tensor):
+                if held is None:
+                    continue  # nothing to bring forward: digests are taken afresh
+                for change in self._project(shard, difference.positions, difference.old, difference.new):
+                    held[change.spec.name] += _digest_of_change(change)
+        if held is None:
+            held = self._digests_of_baseline()
+        digest = _sum(held)
+        self._baseline_digests, self._baseline_digest = (held, digest) if digest == expected else (None, None)
+        self._candidate_digest = None
+        with self._marks:
+            self._folding = False
+        if digest != expected:
+            raise CandidateChangedError(
+                f"owner {self.owner}: the folded weights digest to {digest.hex()}, the committed candidate to "
+                f"{expected.hex()}; the weights were stepped between detection and fold. The baseline is lost, so the "
+                "next push sends every element; keep the optimizer from stepping until push() returns"
+            )
+
+    def _detect(self, live: Live) -> Iterator[Change]:
+        digest = self._baseline_digest
+        assert digest is not None, "changes() refuses without a baseline"
+        changed: Counter[str] = Counter()
+        for shard in self._shards:
+            tensor = live(shard.number)
+            if tensor is None:
+                continue
+            for difference in shard.tracker.differences(tensor):
+                for change in self._project(shard, difference.positions, difference.old, difference.new):
+                    digest = digest + _digest_of_change(change)
+                    changed[change.spec.name] += change.indices.numel()
+                    yield change
+        self._candidate_digest = digest
+        self._changes_found = {name: ChangeCount(changed[name], owned) for name, owned in self._elements.items()}
+
+    def _dense(self, live: Live) -> Iterator[Change]:
+        digest = ContentDigest()
+        for shard in self._shards:
+            for start, bits in _target_bits(shard.tracker, live(shard.number)):
+                positions = torch.arange(start, start + bits.numel(), device=bits.device)
+                for change in self._project(shard, positions, None, bits):
+                    digest = digest + _digest_of_change(change)
+                    yield change
+        self._candidate_digest = digest
+
+    def _restore(self, folds: int) -> Iterator[Change]:
+        for shard in self._shards:
+            for start, stop in shard.tracker.chunks():
+                with self._marks:
+                    if self._folding or self._folds != folds:
+                        raise RefusedError(f"owner {self.owner} folded during a restore: restore the new version")
+                    bits = shard.tracker.committed(start, stop)
+                yield from self._project(shard, torch.arange(start, stop), None, bits)
+
+    def _digests_of_baseline(self, elements: Counter[str] | None = None) -> dict[str, ContentDigest]:
+        """Taken afresh from every owned element, by canonical tensor; counts them where that is asked for."""
+        digests: dict[str, ContentDigest] = {}
+        for shard in self._shards:
+            for start, stop in shard.tracker.chunks():
+                bits = shard.tracker.committed(start, stop)
+                for change in self._project(shard, torch.arange(start, stop), None, bits):
+                    name = change.spec.name
+                    digests[name] = digests.get(name, ContentDigest()) + _digest_of_change(change)
+                    if elements is not None:
+                        elements[name] += change.indices.numel()
+        return digests
+
+    def _project(
+        self, shard: OwnedShard, positions: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor
+    ) -> Iterator[Change]:
+        """Changes of some positions of a shard, one a canonical tensor; positions are strictly increasing int64."""
+        for index_map in shard.maps:
+            yield from self._project_one(index_map, positions, old, new)
+
+    def _project_one(
+        self, index_map: IndexMap, positions: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor
+    ) -> Iterator[Change]:
+        kept, targets = index_map.apply(positions)
+        if bool((targets[1:] < targets[:-1]).any()):
+            targets, order = targets.sort()
+            kept = kept[order]
+        if kept.numel() != positions.numel() or bool((kept[1:] < kept[:-1]).any()):
+            old, new = None if old is None else old[kept], new[kept]
+        numbers, counts = torch.unique_consecutive(
+            torch.searchsorted(self._bases.to(targets.device), targets, right=True) - 1, return_counts=True
+        )
+        start = 0
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            part = slice(start, start + count)
+            indices = targets[part] - self._bases[number]
+            yield Change(self.specs[number], indices, None if old is None else old[part], new[part])
+            start += count
+
+
+def _target_bits(tracker: Tracker, live: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
+    """The bits that a shard will have after the fold, chunk by chunk, each with its first position."""
+    if live is not None:
+        yield from tracker.live(live)
+        return
+    for start, stop in tracker.chunks():
+        yield start, tracker.committed(start, stop)
+
+
+def _check_name(name: str) -> None:
+    """Refuse now what no payload could carry."""
+    if not 0 < len(name) <= TEXT_MAX or any("\ud800" <= c <= "\udfff" for c in name):
+        raise RefusedError(
+            f"canonical tensor {name[:80]!r}: a name must have 1 to {TEXT_MAX} characters of valid Unicode; rename it "
+            "in the save path"
+        )
+
+
+def _sum(digests: Mapping[str, ContentDigest]) -> ContentDigest:
+    return sum(digests.values(), ContentDigest())
+
+
+def _digest_of_change(change: Change) -> ContentDigest:
+    """What a change adds to the content digest."""
+    kernels = stream_kernels([change.indices, change.new])
+    digest = kernels.digest(change.spec, change.indices, change.new)
+    return digest if change.old is None else digest - kernels.digest(change.spec, change.indices, change.old)
