@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dcr.data_plane.bits import bit_view
-from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.content_digest import ContentDigest
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.trainer.share import CandidateChangedError
 from dcr.trainer.torch.source import TorchSource
+from tests.integration.emitted import bits_of, digest, same, union
 
 CHUNK = 1000
 
@@ -267,26 +268,6 @@ def four_ranks(tmp_path_factory):
     return run_ranks(4, FOUR, tmp_path_factory.mktemp("four"))
 
 
-def bits_of(checkpoint):
-    return {name: bit_view(tensor).reshape(-1) for name, tensor in checkpoint.items()}
-
-
-def union(changes_by_rank, start, *, check_old):
-    """The bits after all ranks' changes; every element named at most once, by one rank; and how many were."""
-    result = {name: bits.clone() for name, bits in start.items()}
-    counts = {name: torch.zeros(bits.numel(), dtype=torch.int64) for name, bits in start.items()}
-    for changes in changes_by_rank:
-        for name, indices, old, new in changes:
-            assert bool((indices[1:] > indices[:-1]).all())
-            assert new.numel() <= CHUNK
-            if check_old:
-                assert torch.equal(old, start[name][indices])
-            result[name][indices] = new
-            counts[name][indices] += 1
-    assert all(int(c.max()) <= 1 for c in counts.values() if c.numel())
-    return result, sum(int(c.sum()) for c in counts.values())
-
-
 def added_up(shares):
     """Counts of all ranks by canonical tensor, each of at least one element."""
     total = {}
@@ -295,14 +276,6 @@ def added_up(shares):
         before = total.get(name, (0, 0))
         total[name] = (before[0] + changed, before[1] + elements)
     return total
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def digest(specs, checkpoint):
-    return sum((digest_elements(s, None, bits_of(checkpoint)[s.name]) for s in specs), ContentDigest())
 
 
 def judge(ranks):
@@ -321,7 +294,7 @@ def judge(ranks):
         assert changed > numel / 50
         assert sum(s["owned"] for s in seen) == numel
 
-        result, named = union([s[Kind.RELATIVE] for s in seen], bits_of(old), check_old=True)
+        result, named = union([s[Kind.RELATIVE] for s in seen], bits_of(old), check_old=True, chunk=CHUNK)
         assert same(result, bits_of(new))
         assert named == changed
         assert added_up([s["found"] for s in seen]) == {
@@ -329,7 +302,7 @@ def judge(ranks):
         }
         blank = {n: torch.zeros_like(b) for n, b in bits_of(old).items()}
         for kind, expected in ((Kind.DENSE, new), (Kind.RESTORE, old)):
-            result, named = union([s[kind] for s in seen], blank, check_old=False)
+            result, named = union([s[kind] for s in seen], blank, check_old=False, chunk=CHUNK)
             assert same(result, bits_of(expected))
             assert named == numel
         for share, expected in (("baseline", old), ("candidate", new), ("folded", new)):

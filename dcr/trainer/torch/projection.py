@@ -19,10 +19,11 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from dcr.data_plane.bits import bit_view, bits_dtype
+from dcr.data_plane.bits import bit_view
 from dcr.data_plane.index_map import IndexMap, fit
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol.errors import RefusedError
+from dcr.trainer.random_bits import random_bits
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.state import SavePath, SourceTensor, run_save_path
 
@@ -230,24 +231,9 @@ def _refuse_duplicates(ids: dict[str, torch.Tensor], total: int) -> None:
         seen[flat] = True
 
 
-def _random_bits(source: SourceTensor, seed: int) -> torch.Tensor:
-    """A tensor like the source, full size, of random stored bits; of each four floats one is a NaN and one is -0.0."""
-    dtype, numel = source.tensor.dtype, source.tensor.numel()
-    random = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:  # its only stored bits are 0 and 1
-        return torch.randint(0, 2, (numel,), generator=random).to(torch.bool).view(source.tensor.shape)
-    info = torch.iinfo(bits_dtype(dtype))
-    bits = torch.randint(info.min, info.max, (numel,), dtype=bits_dtype(dtype), generator=random)
-    if dtype.is_floating_point:
-        nan, minus_zero = bit_view(torch.tensor([math.nan, -0.0], dtype=dtype))
-        bits[0::4] |= nan  # a random payload and sign
-        bits[1::4] = minus_zero
-    return bits.view(dtype).view(source.tensor.shape)
-
-
 def _prove_moves(group: _Group, save_path: SavePath, ids: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
     """Random bits through the save path must come out as the ids did; returns the canonical dtypes."""
-    values = [_random_bits(source, number) for number, source in enumerate(group.sources)]
+    values = [random_bits(source.tensor, number) for number, source in enumerate(group.sources)]
     saved = run_save_path(save_path, group.sources, values)
     _refuse_other_names(saved, ids)
     for name, flat in ids.items():

@@ -1,0 +1,1 @@
+"""Owners inside Megatron-Core trainers, through Megatron Bridge's own conversion."""

@@ -1,0 +1,152 @@
+"""A trainer's own conversion into the checkpoint, as numbered tasks whose tensors can be replaced.
+
+What is learned of a conversion, and what is done with it, needs no more than this; ``BridgeConversion`` is the one that
+Megatron Bridge carries out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dcr.data_plane.bits import dtype_name
+from dcr.protocol.errors import RefusedError
+
+Replace = Callable[[int, torch.Tensor], torch.Tensor]
+"""From a task's number and live tensor to the tensor that is converted in its place, of the same shape."""
+
+BuildTasks = Callable[[], Sequence[Any]]
+"""Builds the Bridge's ``WeightConversionTask`` list anew; collective."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One conversion task, seen from this rank.
+
+    Attributes:
+        name: the source tensor's name over all pipeline stages; ranks of other experts have other names at its number.
+        kind: what converts it, for reports.
+        tensor: the live tensor that this rank holds of it, a shard or a replica; None if it holds none.
+    """
+
+    name: str
+    kind: str
+    tensor: torch.Tensor | None
+
+    @property
+    def layout(self) -> str:
+        """Everything but the values; equal layouts have equal projections."""
+        held = "not here" if self.tensor is None else f"{self.tensor.dtype} {tuple(self.tensor.shape)}"
+        return f"{self.name}: {held}, by {self.kind}"
+
+
+class Conversion(Protocol):
+    """A conversion in numbered tasks; a task has the same number on every rank."""
+
+    def tasks(self) -> Sequence[Task]:
+        """The tasks with their live tensors now; collective."""
+        ...
+
+    def others(self) -> Mapping[str, torch.Tensor]:
+        """Live tensors of the model that are no task's: adapters, for one.  Not collective."""
+        ...
+
+    def convert(
+        self, numbers: Sequence[int], replace_by: Replace, begin: Callable[[int], None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Convert some tasks, in order, with other tensors than the live ones; collective.
+
+        Args:
+            numbers: increasing.
+            replace_by: what stands for a task's tensor; the live one may be returned.
+            begin: called with a task's number before any of its canonical tensors is given.
+
+        Returns:
+            Whole canonical tensors in host memory, by name, on every rank.
+        """
+        ...
+
+
+class BridgeConversion:
+    """Megatron Bridge's export.
+
+    Args:
+        bridge: an ``AutoBridge``.
+        model: the model's chunks on this rank, one a virtual pipeline stage; wrappers are looked through.
+        build_tasks: builds the task list where it is not the Bridge's own: with another export dtype, hooks or a
+            quantisation plan.  None takes what ``export_hf_weights`` would build.
+    """
+
+    def __init__(self, bridge: Any, model: Sequence[nn.Module], build_tasks: BuildTasks | None = None) -> None:
+        self._bridge = bridge
+        self._model = list(model)
+        self._build_tasks = build_tasks or self._bridge_tasks
+        self._held: frozenset[int] = frozenset()
+
+    def tasks(self) -> Sequence[Task]:
+        """See ``Conversion``.
+
+        Raises:
+            RefusedError: a tensor that cannot be refitted.
+        """
+        tasks = []
+        for task in self._build():
+            tensor = task.param_weight
+            if isinstance(tensor, DTensor):
+                raise RefusedError(f"{task.global_param_name}: it is a DTensor; Megatron-FSDP is not supported")
+            if tensor is not None:
+                dtype_name(tensor.dtype)
+            kind = type(task.mapping).__name__
+            tasks.append(Task(task.global_param_name, kind, None if tensor is None else tensor.detach()))
+        self._held = frozenset(t.tensor.data_ptr() for t in tasks if t.tensor is not None and t.tensor.numel())
+        return tasks
+
+    def others(self) -> Mapping[str, torch.Tensor]:
+        """See ``Conversion``; of the last ``tasks()``."""
+        found = {}
+        for number, chunk in enumerate(self._model):
+            for name, value in chunk.state_dict(keep_vars=True).items():
+                if isinstance(value, torch.Tensor) and value.numel() and value.data_ptr() not in self._held:
+                    found[f"chunk {number}: {name}"] = value.detach()
+        return found
+
+    def convert(
+        self, numbers: Sequence[int], replace_by: Replace, begin: Callable[[int], None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See ``Conversion``."""
+        # Built anew each time: mappings remember shapes and dtypes of what they have broadcast.
+        built = self._build()
+
+        def replaced() -> Iterator[Any]:
+            # Handed over one by one, so that the stand-ins of one task are alive at a time.
+            for number in numbers:
+                begin(number)
+                task = built[number]
+                live = task.param_weight
+                if live is None:
+                    yield task
+                    continue
+                stand_in = replace_by(number, live.detach())
+                stand_in.__dict__.update(live.__dict__)  # how it is partitioned
+                yield replace(task, param_weight=stand_in)
+
+        with torch.no_grad():
+            yield from self._bridge.export_hf_weights(
+                self._model, cpu=True, show_progress=False, conversion_tasks=replaced()
+            )
+
+    def _build(self) -> list[Any]:
+        return [task for task in self._build_tasks() if task is not None]
+
+    def _bridge_tasks(self) -> Sequence[Any]:
+        from megatron.bridge.models.conversion.utils import unwrap_model  # noqa: PLC0415 - optional dependency
+
+        model_bridge = self._bridge._model_bridge  # noqa: SLF001 - the public way needs weights on disk
+        build = model_bridge.build_conversion_tasks
+        if self._bridge.export_weight_dtype == "fp8":
+            build = model_bridge.build_export_fp8_tasks
+        tasks: Sequence[Any] = build(self._bridge.hf_pretrained, unwrap_model(self._model))
+        return tasks

@@ -1,0 +1,291 @@
+"""One rank's share of a Megatron trainer: detects, converts, emits and folds the elements that it owns."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from dcr.data_plane.bits import bit_view
+from dcr.data_plane.content_digest import ContentDigest
+from dcr.data_plane.index_map import Box, IndexMap
+from dcr.data_plane.item import Change, TensorSpec
+from dcr.data_plane.tracker import Tracker
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.identity import Kind
+from dcr.trainer.megatron.conversion import Conversion, Task
+from dcr.trainer.megatron.projection import Residual, learn, part_of
+from dcr.trainer.share import Live, OwnedShard, Share
+from dcr.trainer.torch.ownership import Ownership, Shard, assign
+from dcr.trainer.torch.ranks import Ranks
+
+_RESIDUAL = "residual baseline"
+"""The part of a canonical tensor whose committed bits are kept whole."""
+
+
+class MegatronSource:
+    """The owner of one training rank (DESIGN section 5, D10, D13).
+
+    Elements of direct tasks are compared where they lie, and projected; full tensors are assembled for residual tasks
+    alone, and only where something they are made of has changed (paper section 4.3).  The committed bits of both lie in
+    host memory: a tracker of each direct shard at one of its holders, each residual canonical tensor at one rank.
+
+    ``prepare`` is collective and comes after the weights have changed; every attempt that follows, and the fold, use
+    what it has converted, so that no attempt waits for another rank.  Only the constructor, ``prepare`` and
+    ``gather_state`` are collective.
+
+    Args:
+        conversion: the trainer's own; it is run several times while this constructs, with other tensors.
+        process_group: all ranks that hold the model; None is the default group, or one process without any.
+        chunk_elements: elements handled at once; a chunk needs some 40 bytes an element of temporary memory.
+        check_replicas: compare the bits of replicas on different ranks by digests.
+
+    Attributes:
+        specs: all canonical tensors, in order of name.
+        owner: this owner's name.
+        ownership: bytes by rank.
+        residual: residual tasks, with reasons.
+        residual_specs: canonical tensors of residual tasks.
+        memory_bytes: host memory of this rank's committed bits.
+
+    Raises:
+        RefusedError: on every rank alike, by name: see ``projection.learn``; or replicas differ.
+    """
+
+    def __init__(
+        self,
+        conversion: Conversion,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        chunk_elements: int = 1 << 22,
+        check_replicas: bool = True,
+    ) -> None:
+        self._conversion = conversion
+        self._ranks = Ranks(process_group)
+        projection = learn(conversion, self._ranks)
+        self._tasks = conversion.tasks()
+        self._layout = self._layout_of(self._tasks)
+        self.specs: tuple[TensorSpec, ...] = projection.specs
+        self.owner = f"rank-{self._ranks.rank}"
+        self.residual: tuple[Residual, ...] = tuple(projection.residual.values())
+        self._residual_numbers = tuple(projection.residual)
+        self._groups = projection.groups
+        self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
+        self.residual_specs = tuple(self.specs[self._numbers[name]] for _, names in self._groups for name in names)
+        self._bases = [0]
+        for spec in self.specs:
+            self._bases.append(self._bases[-1] + spec.numel)
+        parts = {number: part_of(piece) for number, piece in projection.pieces.items()}
+        self.ownership = self._assign(parts, check_replicas=check_replicas)
+        shards = [
+            OwnedShard(
+                number, Tracker(self._tasks[number].name, live, chunk_elements=chunk_elements), self._maps(piece)
+            )
+            for number, piece in projection.pieces.items()
+            if (live := self._tasks[number].tensor) is not None
+            and self.ownership.owner[self._tasks[number].name, parts[number]] == self._ranks.rank
+        ]
+        self._inputs = self._digests_of_inputs()
+        self._candidate_inputs: dict[str, str] | None = None
+        self._candidates = self._convert(self._groups)
+        shards += [
+            OwnedShard(
+                len(self._tasks) + number,
+                Tracker(self.specs[number].name, tensor, chunk_elements=chunk_elements),
+                (IndexMap((Box.of((tensor.numel(),), (1,), (1,), 0, self._bases[number]),)),),
+            )
+            for number, tensor in self._candidates.items()
+            if tensor.numel()
+        ]
+        self._candidates = {}
+        self._share = Share(self.owner, self.specs, self._bases[:-1], shards)
+        self.owned_elements = self._share.owned_elements
+        self.memory_bytes = sum(shard.tracker.numel * shard.tracker.dtype.itemsize for shard in shards)
+        counts = self._ranks.gather(self.owned_elements)
+        assert sum(counts) == self._bases[-1], f"ranks own {counts} elements of {self._bases[-1]}"
+
+    @property
+    def baseline_digest(self) -> ContentDigest | None:
+        """This owner's share of the committed version's content digest; None when the baseline is lost."""
+        return self._share.baseline_digest
+
+    @property
+    def baseline_digests(self) -> Mapping[str, ContentDigest] | None:
+        """The same by canonical tensor, brought forward from the changed elements alone."""
+        return self._share.baseline_digests
+
+    @property
+    def candidate_digest(self) -> ContentDigest | None:
+        """This owner's share of the target's content digest; None until a forward ``changes`` was read to its end."""
+        return self._share.candidate_digest
+
+    def prepare(self) -> None:
+        """Take the live weights as the candidate: find what residual tasks need, and convert it; collective.
+
+        Raises:
+            RefusedError: on every rank alike, by name: tensors appeared, are gone or are laid out otherwise; or the
+                conversion fails, leaves a tensor out, or comes out with different bits on different ranks.
+        """
+        tasks = self._conversion.tasks()
+        layout = self._layout_of(tasks)
+        problem = None
+        for ours, theirs, found in ((layout, self._layout, "appeared in"), (self._layout, layout, "is gone from")):
+            for line in ours:
+                if line not in theirs and problem is None:
+                    problem = f"[{line}] {found} the model since this source was made; make a new one"
+        self._ranks.refuse_together(problem)
+        self._tasks = tasks
+        inputs = self._digests_of_inputs()
+        groups = self._affected(inputs)
+        self._candidates = self._convert(groups)
+        self._candidate_inputs = inputs
+
+    def changes(self, kind: Kind) -> Iterator[Change]:
+        """What this owner emits in an attempt of this kind, in chunks; not collective.  See ``Share.changes``.
+
+        Raises:
+            RefusedError: as ``Share.changes``, or if ``prepare`` was not called since the last fold, or weights that
+                residual tasks are made of have changed since.
+        """
+        return self._share.changes(kind, self._look)
+
+    def fold(self, expected: ContentDigest) -> None:
+        """Bring the baseline to the candidate in place, after the commit (D13); may be run again at any time.
+
+        Args:
+            expected: this owner's share of the committed candidate's digest.
+
+        Raises:
+            CandidateChangedError: if what was folded has another digest; the baseline is lost then.
+        """
+        self._share.fold(expected, lambda: self._live)
+        if self._candidate_inputs is not None:
+            self._inputs, self._candidate_inputs = self._candidate_inputs, None
+        self._candidates = {}
+
+    def gather_state(self) -> dict[str, torch.Tensor] | None:
+        """The checkpoint by the conversion alone, not by the projection; collective.
+
+        Returns:
+            On the first rank the canonical tensors, contiguous copies in host memory; None elsewhere.
+        """
+        state = {}
+        everything = range(len(self._tasks))
+        for name, tensor in self._conversion.convert(everything, lambda _, live: live, lambda _: None):
+            if self._ranks.rank == 0:
+                state[name] = tensor.clone(memory_format=torch.contiguous_format)
+        return state if self._ranks.rank == 0 else None
+
+    def _layout_of(self, tasks: Sequence[Task]) -> list[str]:
+        others = self._conversion.others()
+        return [task.layout for task in tasks] + [
+            f"{name}: {tensor.dtype} {tuple(tensor.shape)}, no task's" for name, tensor in others.items()
+        ]
+
+    def _assign(self, parts: Mapping[int, str], *, check_replicas: bool) -> Ownership:
+        """Owners of direct shards and of residual canonical tensors, balanced together; collective."""
+        held = []
+        for number, part in parts.items():
+            tensor = self._tasks[number].tensor
+            assert tensor is not None, "a piece is of a tensor that this rank holds"
+            digest = _digest(tensor) if check_replicas else ""
+            held.append((self._tasks[number].name, part, tensor.numel() * tensor.element_size(), digest))
+        holders: dict[tuple[str, str, int], list[int]] = {}
+        bits_of: dict[tuple[str, str], str] = {}
+        for rank, theirs in enumerate(self._ranks.gather(held)):
+            for name, part, size_bytes, digest in theirs:
+                holders.setdefault((name, part, size_bytes), []).append(rank)
+                if bits_of.setdefault((name, part), digest) != digest:
+                    first = holders[name, part, size_bytes][0]
+                    raise RefusedError(
+                        f"{name}: ranks {first} and {rank} hold replicas with different bits; synchronise them first"
+                    )
+        everyone = tuple(range(self._ranks.count))
+        shards = [Shard(*key, tuple(ranks)) for key, ranks in holders.items()]
+        shards += [Shard(s.name, _RESIDUAL, s.numel * s.dtype.itemsize, everyone) for s in self.residual_specs]
+        return assign(shards, self._ranks.count)
+
+    def _maps(self, piece: Mapping[str, IndexMap]) -> tuple[IndexMap, ...]:
+        """A piece in checkpoint space: one map, or one for each canonical tensor if they repeat source elements."""
+        moved = [index_map.moved(target=self._bases[self._numbers[name]]) for name, index_map in piece.items()]
+        try:
+            return (IndexMap.union(box for index_map in moved for box in index_map.boxes),)
+        except RefusedError:
+            return tuple(moved)
+
+    def _digests_of_inputs(self) -> dict[str, str]:
+        """Digests of what residual tasks can be made of, as this rank holds it; empty without residual tasks."""
+        if not self._groups:
+            return {}
+        tensors = {str(number): self._tasks[number].tensor for number in self._residual_numbers}
+        held = {key: tensor for key, tensor in tensors.items() if tensor is not None} | dict(self._conversion.others())
+        return {key: _digest(tensor) for key, tensor in held.items()}
+
+    def _affected(self, inputs: Mapping[str, str]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+        """The groups of residual tasks that something has changed of, on any rank; collective."""
+        mine = {key for key, digest in inputs.items() if self._inputs.get(key) != digest}
+        lost = self._share.baseline_digest is None
+        everywhere = self._ranks.gather((mine, lost))
+        changed = {key for keys, _ in everywhere for key in keys}
+        tasks = {str(number) for number in self._residual_numbers}
+        # What no task names may go into any of them.
+        if any(lost for _, lost in everywhere) or not changed <= tasks:
+            return list(self._groups)
+        return [group for group in self._groups if any(str(number) in changed for number in group[0])]
+
+    def _convert(self, groups: Iterable[tuple[tuple[int, ...], tuple[str, ...]]]) -> dict[int, torch.Tensor]:
+        """Convert groups of residual tasks; this rank's canonical tensors by number.  Collective.
+
+        Raises:
+            RefusedError: on every rank alike: the conversion fails, or its tensors are not those that were learned, the
+                same on all ranks.
+        """
+        groups = list(groups)
+        wanted = {name for _, names in groups for name in names}
+        if not wanted:
+            return {}
+        numbers = sorted(number for numbers, _ in groups for number in numbers)
+        mine: dict[int, torch.Tensor] = {}
+        digests: dict[str, str] = {}
+        problem = None
+        try:
+            for name, tensor in self._conversion.convert(numbers, lambda _, live: live, lambda _: None):
+                found = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+                if name not in wanted or found != self.specs[self._numbers[name]] or name in digests:
+                    problem = f"canonical {name} comes out as {found}, not as it was learned; make a new source"
+                    continue
+                digests[name] = _digest(tensor)
+                if self.ownership.owner[name, _RESIDUAL] == self._ranks.rank:
+                    mine[self._numbers[name]] = tensor.clone(memory_format=torch.contiguous_format)
+        except Exception as error:  # noqa: BLE001  a conversion may raise anything
+            problem = f"the conversion of residual tasks failed: {type(error).__name__}: {error}"
+        if problem is None and (missing := wanted - digests.keys()):
+            problem = f"canonical {min(missing)} does not come out of the conversion any more; make a new source"
+        self._ranks.refuse_together(problem)
+        for rank, theirs in enumerate(self._ranks.gather(digests)):
+            for name in sorted(wanted):
+                if theirs[name] != digests[name]:
+                    raise RefusedError(
+                        f"canonical {name}: it is converted to different bits on ranks {rank} and {self._ranks.rank}; "
+                        "replicas of what it is made of differ: synchronise them first"
+                    )
+        return mine
+
+    def _look(self) -> Live:
+        if self._candidate_inputs is None:
+            raise RefusedError(f"owner {self.owner}: call prepare() on every rank once the weights have changed")
+        if self._digests_of_inputs() != self._candidate_inputs:
+            raise RefusedError(
+                f"owner {self.owner}: weights of residual tasks have changed since prepare(); call it again on every "
+                "rank, and keep the optimizer from stepping until the push returns"
+            )
+        return self._live
+
+    def _live(self, number: int) -> torch.Tensor | None:
+        if number < len(self._tasks):
+            return self._tasks[number].tensor
+        return self._candidates.get(number - len(self._tasks))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(bit_view(tensor.reshape(-1)).cpu().numpy().data)
