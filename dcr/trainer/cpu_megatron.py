@@ -155,6 +155,8 @@ class _LoraLayersLoader(importlib.abc.Loader):
         # What it imports itself must not see the stand-in.
         for name in ("core.transformer.moe.moe_utils", "bridge.peft.adapter_wrapper", "bridge.peft.lora_merge"):
             importlib.import_module(f"megatron.{name}")
+        # It finds Megatron-Core's names of the engine's layers and takes it to be there, but they are None.
+        importlib.import_module("megatron.bridge.peft.utils").HAVE_TE = False  # type: ignore[attr-defined]
         engine, pytorch = (types.ModuleType(f"transformer_engine{end}") for end in ("", ".pytorch"))
         engine.__path__ = []
         for name in ("Linear", "LayerNormLinear", "GroupedLinear"):

@@ -3,9 +3,21 @@
 import pytest
 import vllm_support as support
 
+from tests.integration import megatron_ranks
+
 
 @pytest.fixture(scope="session")
 def twin():
     """Fresh engines on any checkpoint, in a process that has imported vLLM once."""
     with support.twin() as twin:
         yield twin
+
+
+@pytest.fixture(scope="session")
+def megatron(tmp_path_factory):
+    """The folder, and what the ranks of the Megatron tests saw, by case and rank: one process imports Megatron."""
+    from tests.integration import test_megatron_residual, test_megatron_source  # noqa: PLC0415 - they use the fixture
+
+    folder = tmp_path_factory.mktemp("megatron")
+    jobs = [(module.JOB, case) for module in (test_megatron_source, test_megatron_residual) for case in module.NORMAL]
+    return folder, megatron_ranks.run(folder, jobs, timeout_s=280)

@@ -1,7 +1,7 @@
 """Ranks of real Megatron-Core models over gloo: a process that has imported Megatron once forks the ranks of each case.
 
-Run as ``python -m tests.integration.megatron_ranks FOLDER JOB ARGUMENT...``: each argument is a case of the job, a
-function of a module of tests; every rank's result goes to ``FOLDER/CASE/RANK.pt``.
+Run as ``python -m tests.integration.megatron_ranks FOLDER JOB...``: each job is a function of a module of tests and a
+case, "module:function:case"; every rank's result goes to ``FOLDER/CASE/RANK.pt``.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class Case:
         return cls(model, **sizes, ranks=int(ranks))
 
 
-def build(case, checkpoint, **settings):
-    """The Bridge, and this rank's chunks of a BF16 model with the checkpoint's weights."""
+def build(case, checkpoint, *, bf16=True, **settings):
+    """The Bridge, and this rank's chunks of a model, all of it in BF16 or not, with the checkpoint's weights."""
     from megatron.bridge import AutoBridge  # noqa: PLC0415 - after install()
     from megatron.core import parallel_state  # noqa: PLC0415
 
@@ -70,7 +70,7 @@ def build(case, checkpoint, **settings):
     chunk = provider.provide(
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage()
     )
-    model = [chunk.bfloat16()]
+    model = [chunk.bfloat16() if bf16 else chunk]
     load(bridge, model, checkpoint)
     return bridge, model
 
@@ -80,15 +80,30 @@ def load(bridge, model, checkpoint):
         bridge.load_hf_weights(model, checkpoint)
 
 
-def run(folder, job, cases, timeout_s):
-    """Run a job, "module:function", for each case; results by case and rank."""
-    command = [sys.executable, "-m", "tests.integration.megatron_ranks", str(folder), job, *cases]
+def run(folder, jobs, timeout_s):
+    """Run "module:function" for each case; results by case and rank.
+
+    Args:
+        folder: where checkpoints and results go.
+        jobs: pairs of a function and a case, no case twice.
+        timeout_s: for all of them.
+    """
+    cases = [case for _, case in jobs]
+    checkpoints(folder, {Case.of(case).model for case in cases})
+    command = [sys.executable, "-m", "tests.integration.megatron_ranks", str(folder), *map(":".join, jobs)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     return {
         case: [torch.load(folder / case / f"{r}.pt", weights_only=False) for r in range(Case.of(case).ranks)]
         for case in cases
     }
+
+
+def checkpoints(folder, models):
+    from vllm_models import write_checkpoint  # noqa: PLC0415 - slow
+
+    for model in models:
+        write_checkpoint(folder / "checkpoints" / model, 0, model)
 
 
 def _rank(folder, function, text, rank):
@@ -131,7 +146,7 @@ def _fork(folder, function, text):
     return bad
 
 
-def main(folder, job, *cases):
+def main(folder, *jobs):
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)  # no pool of threads exists when ranks are forked
@@ -142,9 +157,9 @@ def main(folder, job, *cases):
         "megatron.core.models.hybrid.hybrid_block",
     ):
         importlib.import_module(module)
-    module, _, name = job.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    for text in cases:
+    for job in jobs:
+        module, name, text = job.split(":")
+        function = getattr(importlib.import_module(module), name)
         begun = time.monotonic()
         bad = _fork(Path(folder) / text, function, text)
         print(f"{text}: {time.monotonic() - begun:.1f} s", flush=True)

@@ -19,6 +19,7 @@ from dcr.trainer.megatron.source import MegatronSource
 from tests.integration.emitted import bits_of, digest, same, union
 from tests.integration.megatron_ranks import Case, build, load, run
 
+JOB = "tests.integration.test_megatron_source:refits"
 CHUNK = 1000
 STEPS = 3
 NORMAL = ("qwen3-tied tp1 pp2 of 2", "nemotron-h tp2 of 2", "qwen3-moe tp2 pp2 ep2 etp1 of 4")
@@ -84,24 +85,6 @@ def refits(case, rank, folder):
     }
 
 
-def checkpoints(folder, models):
-    from vllm_models import write_checkpoint  # noqa: PLC0415 - slow
-
-    for model in models:
-        write_checkpoint(folder / "checkpoints" / model, 0, model)
-
-
-def run_refits(folder, cases):
-    checkpoints(folder, {Case.of(case).model for case in cases})
-    return run(folder, "tests.integration.test_megatron_source:refits", cases, timeout_s=280 * len(cases))
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron")
-    return folder, run_refits(folder, NORMAL)
-
-
 def judge(folder, case, ranks):
     assert all(r["specs"] == ranks[0]["specs"] and r["bytes"] == ranks[0]["bytes"] for r in ranks)
     assert all(r["residual"] == () for r in ranks)
@@ -134,13 +117,13 @@ def judge(folder, case, ranks):
 
 
 @pytest.mark.parametrize("case", NORMAL)
-def test_ranks_together_emit_the_checkpoint(results, case):
-    folder, seen = results
+def test_ranks_together_emit_the_checkpoint(megatron, case):
+    folder, seen = megatron
     judge(folder, case, seen[case])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_ranks_of_every_layout_together_emit_the_checkpoint(tmp_path):
-    for case, ranks in run_refits(tmp_path, LONG).items():
+    for case, ranks in run(tmp_path, [(JOB, case) for case in LONG], timeout_s=3500).items():
         judge(tmp_path, case, ranks)

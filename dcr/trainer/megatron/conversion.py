@@ -6,9 +6,11 @@ Megatron Bridge carries out.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -71,7 +73,9 @@ class Conversion(Protocol):
 
 
 class BridgeConversion:
-    """Megatron Bridge's export.
+    """Megatron Bridge's export, without the rows that pad a vocabulary, which the Bridge leaves in.
+
+    Those are rows beyond the shape that the checkpoint which the Bridge was made from has.
 
     Args:
         bridge: an ``AutoBridge``.
@@ -134,9 +138,27 @@ class BridgeConversion:
                 yield replace(task, param_weight=stand_in)
 
         with torch.no_grad():
-            yield from self._bridge.export_hf_weights(
+            for name, tensor in self._bridge.export_hf_weights(
                 self._model, cpu=True, show_progress=False, conversion_tasks=replaced()
-            )
+            ):
+                yield name, self._without_padding(name, tensor)
+
+    def _without_padding(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        shape = self._shapes.get(name)
+        if shape is None or len(shape) != tensor.dim() or shape[1:] != tensor.shape[1:]:
+            return tensor
+        return tensor[: shape[0]]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the checkpoint's tensors, from the heads of its files; empty where the Bridge has only a config."""
+        source: Any = getattr(getattr(self._bridge.hf_pretrained, "state", None), "source", None)
+        files: dict[str, str] = getattr(source, "key_to_filename_map", {})
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(files.values())):
+            with safe_open(str(source.path / file), framework="pt") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        return shapes
 
     def _build(self) -> list[Any]:
         return [task for task in self._build_tasks() if task is not None]

@@ -119,15 +119,12 @@ class _Learner:
         if not flat.numel():
             return
         drawn = _distinct((flat >> (_INDEX_BITS + _RANK_BITS)) - 1)
-        known = [n for n in drawn if 0 <= n < len(self.tasks)]
-        self.origins[name] = tuple(sorted({number, *known}))
-        if len(known) != len(drawn):
-            self.blame(
-                self.origins[name], f"canonical {name}: it has elements that are no source's: computed, or padding"
-            )
+        if number not in drawn or not all(0 <= n < len(self.tasks) for n in drawn):
+            self.blame((number,), f"canonical {name}: it has elements that are no source's: computed, or padding")
             return
-        for origin in known:
-            problem = self._fit(origin, name, flat, alone=len(known) == 1)
+        self.origins[name] = tuple(drawn)
+        for origin in drawn:
+            problem = self._fit(origin, name, flat, alone=len(drawn) == 1)
             if problem is not None:
                 self.blame(self.origins[name], f"canonical {name}: {problem}")
 
@@ -225,7 +222,7 @@ def _check_sizes(tasks: Sequence[Task], ranks: Ranks) -> None:
 
 def _distinct(numbers: torch.Tensor) -> list[int]:
     low, high = (int(value) for value in numbers.aminmax())
-    return [low] if low == high else torch.unique(numbers).tolist()
+    return [low] if low == high else torch.unique(numbers).tolist()  # sorted
 
 
 def _run_or_fit(source: torch.Tensor, target: torch.Tensor) -> IndexMap:
