@@ -1,17 +1,20 @@
 """Delta-compressed refit: policy updates from a training cluster to running rollout engines, bit for bit.
 
-The two front doors are ``dcr.TrainerRefit``, on every training rank, and ``dcr.RolloutNode``, beside each engine.
+The front doors are ``dcr.TrainerRefit`` or ``dcr.MegatronRefit``, on every training rank, and ``dcr.RolloutNode``,
+beside each engine.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcr.rollout.node import RolloutNode
+    from dcr.trainer.megatron.refit import MegatronRefit
     from dcr.trainer.torch.refit import PushError, RefitReport, TrainerRefit
 
-__all__ = ["PushError", "RefitReport", "RolloutNode", "TrainerRefit"]
+__all__ = ["MegatronRefit", "PushError", "RefitReport", "RolloutNode", "TrainerRefit"]
 
 _HOMES = {
+    "MegatronRefit": "dcr.trainer.megatron.refit",
     "PushError": "dcr.trainer.torch.refit",
     "RefitReport": "dcr.trainer.torch.refit",
     "RolloutNode": "dcr.rollout.node",

@@ -16,8 +16,13 @@ def twin():
 @pytest.fixture(scope="session")
 def megatron(tmp_path_factory):
     """The folder, and what the ranks of the Megatron tests saw, by case and rank: one process imports Megatron."""
-    from tests.integration import test_megatron_residual, test_megatron_source  # noqa: PLC0415 - they use the fixture
+    from tests.integration import (  # noqa: PLC0415 - they use the fixture
+        test_megatron_refit,
+        test_megatron_residual,
+        test_megatron_source,
+    )
 
+    modules = (test_megatron_source, test_megatron_residual, test_megatron_refit)
     folder = tmp_path_factory.mktemp("megatron")
-    jobs = [(module.JOB, case) for module in (test_megatron_source, test_megatron_residual) for case in module.NORMAL]
+    jobs = [(module.JOB, case) for module in modules for case in module.NORMAL]
     return folder, megatron_ranks.run(folder, jobs, timeout_s=280)

@@ -23,6 +23,7 @@ from dcr.runtime.owner_host import OwnerHost
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
+from dcr.runtime.source import Source
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.source import TorchSource
 
@@ -77,46 +78,35 @@ class RefitReport:
         return json.dumps({**asdict(self), "layers": layers})
 
 
-class TrainerRefit:
-    """One on every training rank, made after the model; the construction is collective.
-
-    ::
-
-        refit = TrainerRefit(model, control="sqlite:///tmp/run/record.db", delivery="file:///tmp/run/payloads")
-        report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
+class Refit:
+    """One on every training rank, once it has a source; the construction is collective.
 
     Args:
-        model: a module with plain or DTensor parameters (FSDP2, tensor parallel).
+        source: this rank's share.
+        ranks: the ranks that hold the model.
         control: address of the control plane.
         delivery: address of the delivery store.
         record_id: the commit record of this trainer; unique among trainers that share a control plane.
-        save_path: from a full state dict to the checkpoint's canonical tensors; see ``TorchSource``.
-        process_group: the ranks that hold the model; the default group, or one rank alone.
-        settings: bounds, as ``Settings`` or as a mapping of some of its fields.
+        settings: bounds.
         observe: called with every protocol step of this rank's roles.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        source: Source,
+        ranks: Ranks,
         *,
         control: str,
         delivery: str,
-        record_id: str = "default",
-        save_path: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        settings: Settings | dict[str, object] | None = None,
-        observe: Observer = log_step,
+        record_id: str,
+        settings: Settings,
+        observe: Observer,
     ) -> None:
-        bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
-        self.source = TorchSource(
-            model, save_path=save_path, process_group=process_group, chunk_elements=bounds.chunk_elements
-        )
+        self._source = source
         self._control = open_control_plane(control)
         self._delivery = open_delivery(delivery)
         secret = load_or_create_secret(secret_path(control))
-        ranks = Ranks(process_group)
-        owners: list[str] = ranks.gather(self.source.owner)
+        owners: list[str] = ranks.gather(source.owner)
         self._coordinator: CoordinatorHost | None = None
         if ranks.rank == 0:
             self._coordinator = CoordinatorHost(
@@ -126,19 +116,19 @@ class TrainerRefit:
                 control=self._control,
                 delivery=self._delivery,
                 secret=secret,
-                settings=bounds,
+                settings=settings,
                 observe=observe,
             )
         address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
         self._host = OwnerHost(
-            self.source,
+            source,
             incarnation=time.time_ns(),
             record_id=record_id,
             coordinator=address,
             control=self._control,
             delivery=self._delivery,
             secret=secret,
-            settings=bounds,
+            settings=settings,
             observe=observe,
         )
         try:
@@ -173,7 +163,7 @@ class TrainerRefit:
         Whatever became of that push; tensors that did not change are there with 0.  The counts of all ranks add up to
         the checkpoint's.  Empty before the first push, and after a dense attempt, which compares nothing.
         """
-        return self.source.changes_found
+        return self._source.changes_found
 
     def abandon(self) -> None:
         """Give up a stopped transition: engines that it tore are restored to the committed version.
@@ -208,6 +198,52 @@ class TrainerRefit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class TrainerRefit(Refit):
+    """One on every training rank of a torch trainer, made after the model; the construction is collective.
+
+    ::
+
+        refit = TrainerRefit(model, control="sqlite:///tmp/run/record.db", delivery="file:///tmp/run/payloads")
+        report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
+
+    Args:
+        model: a module with plain or DTensor parameters (FSDP2, tensor parallel).
+        control: address of the control plane.
+        delivery: address of the delivery store.
+        record_id: the commit record of this trainer; unique among trainers that share a control plane.
+        save_path: from a full state dict to the checkpoint's canonical tensors; see ``TorchSource``.
+        process_group: the ranks that hold the model; the default group, or one rank alone.
+        settings: bounds, as ``Settings`` or as a mapping of some of its fields.
+        observe: called with every protocol step of this rank's roles.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        control: str,
+        delivery: str,
+        record_id: str = "default",
+        save_path: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        settings: Settings | dict[str, object] | None = None,
+        observe: Observer = log_step,
+    ) -> None:
+        bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
+        self.source = TorchSource(
+            model, save_path=save_path, process_group=process_group, chunk_elements=bounds.chunk_elements
+        )
+        super().__init__(
+            self.source,
+            Ranks(process_group),
+            control=control,
+            delivery=delivery,
+            record_id=record_id,
+            settings=bounds,
+            observe=observe,
+        )
 
 
 def _report(outcome: Outcome, wall_s: float) -> RefitReport:

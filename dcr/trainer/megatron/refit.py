@@ -1,0 +1,87 @@
+"""The front door of Megatron trainers: every rank pushes its weights to the rollout engines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.settings import Settings
+from dcr.trainer.megatron.conversion import BridgeConversion, BuildTasks
+from dcr.trainer.megatron.source import MegatronSource
+from dcr.trainer.torch.ranks import Ranks
+from dcr.trainer.torch.refit import Refit, RefitReport
+
+
+class MegatronRefit(Refit):
+    """One on every training rank, made after the model; the construction and ``push`` are collective.
+
+    ::
+
+        refit = MegatronRefit(model, bridge, control="sqlite:///run/record.db", delivery="file:///run/payloads")
+        report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
+
+    Args:
+        model: this rank's model chunks.
+        bridge: the ``AutoBridge`` that exports them.
+        control: address of the control plane.
+        delivery: address of the delivery store.
+        record_id: the commit record of this trainer; unique among trainers that share a control plane.
+        build_tasks: builds the conversion tasks anew where they are not the Bridge's own; see ``BridgeConversion``.
+        process_group: all ranks that hold the model; the default group, or one rank alone.
+        check_replicas: compare the bits of replicas on different ranks by digests, once.
+        settings: bounds, as ``Settings`` or as a mapping of some of its fields.
+        observe: called with every protocol step of this rank's roles.
+
+    Attributes:
+        source: this rank's share; says what is residual, and how bytes are balanced.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[nn.Module],
+        bridge: Any,
+        *,
+        control: str,
+        delivery: str,
+        record_id: str = "default",
+        build_tasks: BuildTasks | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        check_replicas: bool = True,
+        settings: Settings | dict[str, object] | None = None,
+        observe: Observer = log_step,
+    ) -> None:
+        bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
+        self.source = MegatronSource(
+            BridgeConversion(bridge, model, build_tasks),
+            process_group=process_group,
+            chunk_elements=bounds.chunk_elements,
+            check_replicas=check_replicas,
+        )
+        super().__init__(
+            self.source,
+            Ranks(process_group),
+            control=control,
+            delivery=delivery,
+            record_id=record_id,
+            settings=bounds,
+            observe=observe,
+        )
+
+    def push(self, *, dense: bool = False) -> RefitReport:
+        """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.
+
+        Residual tensors that the change reaches are converted first, on all ranks together, once for all attempts.
+
+        Args:
+            dense: send every element, whatever engines and baseline hold (the operator's way out of a stopped
+                transition); it is enough to say so on the first rank.
+
+        Raises:
+            RefusedError: on every rank alike, before anything was sent; see ``MegatronSource.prepare``.
+            PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
+            PushTimeoutError: no outcome in time.
+        """
+        self.source.prepare()
+        return super().push(dense=dense)
