@@ -112,8 +112,8 @@ class BridgeConversion:
         """See ``Conversion``; of the last ``tasks()``."""
         found = {}
         for number, chunk in enumerate(self._model):
-            for name, value in chunk.state_dict(keep_vars=True).items():
-                if isinstance(value, torch.Tensor) and value.numel() and value.data_ptr() not in self._held:
+            for name, value in _stored(chunk):
+                if value.numel() and value.data_ptr() not in self._held:
                     found[f"chunk {number}: {name}"] = value.detach()
         return found
 
@@ -172,3 +172,12 @@ class BridgeConversion:
             build = model_bridge.build_export_fp8_tasks
         tasks: Sequence[Any] = build(self._bridge.hf_pretrained, unwrap_model(self._model))
         return tasks
+
+
+def _stored(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers; not by ``state_dict``, at which routers change the dtype of theirs."""
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001 - torch has no public way
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -135,6 +135,7 @@ class MegatronSource:
                     problem = f"[{line}] {found} the model since this source was made; make a new one"
         self._ranks.refuse_together(problem)
         self._tasks = tasks
+        self._candidate_inputs = None
         inputs = self._digests_of_inputs()
         groups = self._affected(inputs)
         self._candidates = self._convert(groups)
