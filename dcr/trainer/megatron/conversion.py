@@ -32,11 +32,15 @@ class Task:
         name: the source tensor's name over all pipeline stages; ranks of other experts have other names at its number.
         kind: what converts it, for reports.
         tensor: the live tensor that this rank holds of it, a shard or a replica; None if it holds none.
+        split: whether tensor-parallel ranks hold different shards of it, as the tensor says; for estimates.
+        expert: whether it belongs to one expert.
     """
 
     name: str
     kind: str
     tensor: torch.Tensor | None
+    split: bool = False
+    expert: bool = False
 
     @property
     def layout(self) -> str:
@@ -103,8 +107,15 @@ class BridgeConversion:
                 raise RefusedError(f"{task.global_param_name}: it is a DTensor; Megatron-FSDP is not supported")
             if tensor is not None:
                 dtype_name(tensor.dtype)
-            kind = type(task.mapping).__name__
-            tasks.append(Task(task.global_param_name, kind, None if tensor is None else tensor.detach()))
+            tasks.append(
+                Task(
+                    task.global_param_name,
+                    type(task.mapping).__name__,
+                    None if tensor is None else tensor.detach(),
+                    split=bool(getattr(tensor, "tensor_model_parallel", False)),
+                    expert=bool(task.mapping.is_expert),
+                )
+            )
         self._held = frozenset(t.tensor.data_ptr() for t in tasks if t.tensor is not None and t.tensor.numel())
         return tasks
 

@@ -7,8 +7,8 @@ see, adapters for one, by other values; every bit must come out where the ids di
 Every other one is *residual*, with the reason: it casts, computes, joins tensors that change its values, repeats or
 drops into padding, or fails on ids.  Tasks that share a canonical tensor with a residual one are residual too.
 
-Learning needs some ten int64 an element of the largest canonical tensor, in host memory, less where it is one run of
-elements.
+Learning needs host memory for the ids of the largest canonical tensor, int64, and some ten int64 for each of
+``FIT_ELEMENTS``, whatever the model's size.
 """
 
 import itertools
@@ -26,6 +26,9 @@ from dcr.protocol.errors import RefusedError
 from dcr.trainer.megatron.conversion import Conversion, Task
 from dcr.trainer.random_bits import random_bits
 from dcr.trainer.torch.ranks import Ranks
+
+FIT_ELEMENTS = 1 << 24
+"""Elements of a canonical tensor that are fitted at a time."""
 
 _INDEX_BITS = 33
 _RANK_BITS = 13
@@ -116,19 +119,32 @@ class _Learner:
             self.blame((number,), f"canonical {name}: it casts integer ids to {tensor.dtype}")
             return
         flat = tensor.reshape(-1)
-        if not flat.numel():
-            return
-        drawn = _distinct((flat >> (_INDEX_BITS + _RANK_BITS)) - 1)
-        if number not in drawn or not all(0 <= n < len(self.tasks) for n in drawn):
+        boxes: dict[int, list[Box]] = {}
+        drawn: set[int] = set()
+        problem = None
+        for start in range(0, flat.numel(), FIT_ELEMENTS):
+            part = flat[start : start + FIT_ELEMENTS]
+            named = _distinct((part >> (_INDEX_BITS + _RANK_BITS)) - 1)
+            drawn.update(named)
+            if not all(0 <= n < len(self.tasks) for n in named):
+                break
+            for origin in named:
+                problem = problem or self._fit(origin, part, start, boxes.setdefault(origin, []), alone=len(named) == 1)
+        if flat.numel() and (number not in drawn or not all(0 <= n < len(self.tasks) for n in drawn)):
             self.blame((number,), f"canonical {name}: it has elements that are no source's: computed, or padding")
             return
-        self.origins[name] = tuple(drawn)
-        for origin in drawn:
-            problem = self._fit(origin, name, flat, alone=len(drawn) == 1)
-            if problem is not None:
-                self.blame(self.origins[name], f"canonical {name}: {problem}")
+        self.origins[name] = tuple(sorted({number, *drawn}))
+        try:
+            pieces = {origin: _union(found) for origin, found in boxes.items() if found}
+        except RefusedError as error:
+            problem = problem or str(error)
+        if problem is not None:
+            self.blame(self.origins[name], f"canonical {name}: {problem}")
+            return
+        for origin, piece in pieces.items():
+            self.pieces.setdefault(origin, {})[name] = piece
 
-    def _fit(self, origin: int, name: str, flat: torch.Tensor, *, alone: bool) -> str | None:
+    def _fit(self, origin: int, flat: torch.Tensor, start: int, boxes: list[Box], *, alone: bool) -> str | None:
         """Fit the elements that this rank holds of one task; what is wrong with them, if anything."""
         held = (flat >> _INDEX_BITS) & _RANK_MASK == self.rank
         if not alone:
@@ -141,7 +157,7 @@ class _Learner:
         if tensor is None or int(source.max()) >= tensor.numel():
             return "ids come out changed: it computes"
         try:
-            self.pieces.setdefault(origin, {})[name] = _run_or_fit(source, target)
+            boxes.extend(box.moved(0, start) for box in _run_or_fit(source, target).boxes)
         except RefusedError as error:
             return str(error)
         return None
@@ -223,6 +239,20 @@ def _check_sizes(tasks: Sequence[Task], ranks: Ranks) -> None:
 def _distinct(numbers: torch.Tensor) -> list[int]:
     low, high = (int(value) for value in numbers.aminmax())
     return [low] if low == high else torch.unique(numbers).tolist()  # sorted
+
+
+def _union(boxes: list[Box]) -> IndexMap:
+    """The map of boxes that were fitted part by part; runs that go on from one part to the next are one."""
+    joined: list[Box] = []
+    for box in boxes:
+        last = joined[-1] if joined else box
+        ends = (last.source_bounds[1] + 1, last.target_bounds[1] + 1)
+        runs = all(b.sizes == (b.numel,) and b.source_strides == b.target_strides == (1,) for b in (last, box))
+        if joined and runs and ends == (box.source_offset, box.target_offset):
+            joined[-1] = Box.of((last.numel + box.numel,), (1,), (1,), last.source_offset, last.target_offset)
+        else:
+            joined.append(box)
+    return IndexMap.union(joined)
 
 
 def _run_or_fit(source: torch.Tensor, target: torch.Tensor) -> IndexMap:

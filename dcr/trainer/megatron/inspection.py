@@ -1,0 +1,228 @@
+"""What a refit of a model would cost, from a model without weights: classes of tensors, shares, balance, memory.
+
+Tensors whose names differ in numbers alone, of one shape and dtype and converted alike, are a class.  One of each is
+put through the same learning as in a trainer; the rest is counting.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dcr.protocol.errors import RefusedError
+from dcr.trainer.megatron.conversion import Conversion, Replace, Task
+from dcr.trainer.megatron.projection import Projection, learn
+from dcr.trainer.torch.ownership import Shard, assign
+from dcr.trainer.torch.ranks import Ranks
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks, in Megatron's order: tensor, then expert or data, then pipeline parallel.
+
+    Attributes:
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size.
+        ep: expert-parallel size.
+        etp: tensor-parallel size of experts.
+        ranks: all ranks; what is left over is data parallel.
+
+    Raises:
+        RefusedError: the sizes do not divide the ranks.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tp, self.pp, self.ep, self.etp, self.ranks) < 1:
+            raise RefusedError(f"{self}: every size must be at least 1")
+        for what, size in (("tp * pp", self.tp * self.pp), ("etp * ep * pp", self.etp * self.ep * self.pp)):
+            if self.ranks % size:
+                raise RefusedError(f"{self}: ranks must be a multiple of {what} = {size}")
+
+    def holders(self, *, stage: int, shard: int, expert_rank: int | None) -> tuple[int, ...]:
+        """The ranks that hold a shard.
+
+        Args:
+            stage: its pipeline stage.
+            shard: its number among tensor-parallel ranks.
+            expert_rank: the expert-parallel rank of an expert; None for anything else.
+        """
+        stage_ranks = self.ranks // self.pp
+        first = stage * stage_ranks
+        if expert_rank is None:
+            return tuple(range(first + shard, first + stage_ranks, self.tp))
+        inside = expert_rank * self.etp + shard
+        return tuple(range(first + inside, first + stage_ranks, self.etp * self.ep))
+
+
+@dataclass(frozen=True)
+class TensorClass:
+    """Source tensors that are converted alike.
+
+    Attributes:
+        name: their name with * for numbers.
+        kind: what converts them.
+        tasks: how many there are.
+        tensors: canonical tensors that they make.
+        size_bytes: bytes of those.
+        residual: why they are residual; empty for direct ones.
+    """
+
+    name: str
+    kind: str
+    tasks: int
+    tensors: int
+    size_bytes: int
+    residual: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        classes: biggest first.
+        owned_bytes: bytes each rank answers for, and keeps in host memory.
+        imbalance: the fullest rank over the mean.
+    """
+
+    classes: tuple[TensorClass, ...]
+    owned_bytes: tuple[int, ...]
+    imbalance: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return sum(c.size_bytes for c in self.classes)
+
+    @property
+    def direct_share(self) -> float:
+        """Share of the bytes that are projected directly, 0 to 1."""
+        return sum(c.size_bytes for c in self.classes if not c.residual) / self.size_bytes if self.size_bytes else 1.0
+
+
+class _Sample:
+    """Some tasks of a conversion, with host tensors in the place of tensors without storage."""
+
+    def __init__(self, conversion: Conversion, chosen: Mapping[int, Task]) -> None:
+        self._conversion = conversion
+        self._numbers = list(chosen)
+        self._tasks = []
+        for task in chosen.values():
+            assert task.tensor is not None, "one rank holds every tensor"
+            stand_in = torch.empty(task.tensor.shape, dtype=task.tensor.dtype)  # never touched: costs no memory
+            self._tasks.append(Task(task.name, task.kind, stand_in))
+
+    def tasks(self) -> Sequence[Task]:
+        return self._tasks
+
+    def others(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def convert(
+        self, numbers: Sequence[int], replace_by: Replace, begin: Callable[[int], None]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        position = {number: n for n, number in enumerate(self._numbers)}
+
+        def stand_in(number: int, _: torch.Tensor) -> torch.Tensor:
+            tensor = self._tasks[position[number]].tensor
+            assert tensor is not None
+            return replace_by(position[number], tensor)
+
+        yield from self._conversion.convert(
+            [self._numbers[n] for n in numbers], stand_in, lambda number: begin(position[number])
+        )
+
+
+def inspect(conversion: Conversion, layout: Layout) -> Inspection:
+    """Inspect a model that is whole on one rank, on the meta device or not.
+
+    Layers are taken to be spread evenly over pipeline stages, and experts over expert-parallel ranks.
+
+    Args:
+        conversion: of the whole model.
+        layout: what balance and memory are for.
+
+    Raises:
+        RefusedError: the model cannot be refitted at all.
+    """
+    classes: dict[tuple[object, ...], list[int]] = {}
+    tasks = conversion.tasks()
+    for number, task in enumerate(tasks):
+        assert task.tensor is not None, "one rank holds every tensor"
+        name = _NUMBER.sub("*", task.name)
+        key = (name, task.kind, tuple(task.tensor.shape), task.tensor.dtype, task.split, task.expert)
+        classes.setdefault(key, []).append(number)
+    chosen = [numbers[0] for numbers in classes.values()]
+    projection = learn(_Sample(conversion, {n: tasks[n] for n in chosen}), Ranks())
+    found = [
+        _class_of(tasks[numbers[0]], len(numbers), projection, sample)
+        for sample, numbers in enumerate(classes.values())
+    ]
+    owned = _owned_bytes(tasks, list(zip(classes.values(), found, strict=True)), layout)
+    mean = sum(owned) / len(owned)
+    return Inspection(
+        tuple(sorted(found, key=lambda c: (-c.size_bytes, c.name))), owned, max(owned) / mean if mean else 1.0
+    )
+
+
+def _class_of(task: Task, count: int, projection: Projection, sample: int) -> TensorClass:
+    specs = {spec.name: spec for spec in projection.specs}
+    names = set(projection.pieces.get(sample, {}))
+    reason = ""
+    if sample in projection.residual:
+        reason = projection.residual[sample].reason
+        names = {name for numbers, made in projection.groups if sample in numbers for name in made}
+    size_bytes = sum(specs[name].numel * specs[name].dtype.itemsize for name in names)
+    if not names:
+        assert task.tensor is not None, "one rank holds every tensor"
+        reason = "nothing comes out of one alone: not looked into"
+        size_bytes = task.tensor.numel() * task.tensor.element_size()
+    return TensorClass(_NUMBER.sub("*", task.name), task.kind, count, count * len(names), count * size_bytes, reason)
+
+
+def _owned_bytes(
+    tasks: Sequence[Task], classes: Sequence[tuple[Sequence[int], TensorClass]], layout: Layout
+) -> tuple[int, ...]:
+    """Bytes each rank owns: direct shards among their holders, residual tensors among all ranks."""
+    layers = 1 + max((int(m[1]) for task in tasks if (m := _LAYER.search(task.name))), default=0)
+    experts = 1 + max((_expert(task.name) for task in tasks if task.expert), default=0)
+    everyone = tuple(range(layout.ranks))
+    shards = []
+    for numbers, found in classes:
+        size_bytes = found.size_bytes // len(numbers)
+        for number in numbers:
+            task = tasks[number]
+            if found.residual:
+                shards.append(Shard(task.name, "residual", size_bytes, everyone))
+                continue
+            match = _LAYER.search(task.name)
+            # Without a layer: what comes before the layers, or after them.
+            outside = 0 if task.name.startswith("embedding") else layout.pp - 1
+            stage = int(match[1]) * layout.pp // layers if match else outside
+            expert_rank = _expert(task.name) * layout.ep // experts if task.expert else None
+            split = (layout.etp if task.expert else layout.tp) if task.split else 1
+            replicas = 1 if task.split else (layout.etp if task.expert else layout.tp)
+            for shard in range(split):
+                holders = [
+                    rank
+                    for replica in range(replicas)
+                    for rank in layout.holders(stage=stage, shard=shard + replica, expert_rank=expert_rank)
+                ]
+                shards.append(Shard(task.name, f"shard {shard}", size_bytes // split, tuple(holders)))
+    return assign(shards, layout.ranks).bytes_by_rank
+
+
+def _expert(name: str) -> int:
+    """The expert's number: the first number after the word, or at the end where experts are one module."""
+    match = re.search(r"experts\.\D*(\d+)\.", name) or re.search(r"(\d+)$", name)
+    return int(match[1]) if match else 0
