@@ -15,6 +15,7 @@ from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.protocol.identity import Kind
 from dcr.trainer.megatron.conversion import BridgeConversion
+from dcr.trainer.megatron.inspection import Layout
 from dcr.trainer.megatron.source import MegatronSource
 from tests.integration.emitted import bits_of, digest, same, union
 from tests.integration.megatron_ranks import Case, build, load, run
@@ -66,6 +67,18 @@ def refit(source):
     return seen
 
 
+def coordinates():
+    """Where Megatron itself has put this rank: tensor, pipeline, expert and expert-tensor parallel."""
+    from megatron.core import parallel_state  # noqa: PLC0415 - in ranks alone
+
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
+
+
 def refits(case, rank, folder):
     """Runs on every rank."""
     checkpoint = folder.parent / "checkpoints" / case.model
@@ -77,6 +90,7 @@ def refits(case, rank, folder):
         load(bridge, model, checkpoint)
         seen.append(refit(source))
     return {
+        "coordinates": coordinates(),
         "specs": source.specs,
         "residual": source.residual,
         "bytes": source.ownership.bytes_by_rank,
@@ -85,9 +99,20 @@ def refits(case, rank, folder):
     }
 
 
+def judge_layout(case, everyone):
+    """What ``dcr inspect`` takes for the holders of a shard are the ranks that Megatron gives it to."""
+    layout = Layout(case.tp, case.pp, case.ep, case.etp, case.ranks)
+    for rank, (tp, pp, ep, etp) in enumerate(everyone):
+        assert rank in layout.holders(stage=pp, shard=tp, expert_rank=None)
+        assert rank in layout.holders(stage=pp, shard=etp, expert_rank=ep)
+    dense = [layout.holders(stage=pp, shard=tp, expert_rank=None) for pp in range(case.pp) for tp in range(case.tp)]
+    assert sorted(rank for ranks in dense for rank in ranks) == list(range(case.ranks))
+
+
 def judge(folder, case, ranks):
     assert all(r["specs"] == ranks[0]["specs"] and r["bytes"] == ranks[0]["bytes"] for r in ranks)
     assert all(r["residual"] == () for r in ranks)
+    judge_layout(Case.of(case), [r["coordinates"] for r in ranks])
     specs = ranks[0]["specs"]
     old = load_file(folder / "checkpoints" / Case.of(case).model / "model.safetensors")
     assert [(s.name, s.shape, s.dtype) for s in specs] == [(n, tuple(t.shape), t.dtype) for n, t in sorted(old.items())]

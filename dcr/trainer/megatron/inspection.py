@@ -17,7 +17,7 @@ from dcr.trainer.torch.ownership import Shard, assign
 from dcr.trainer.torch.ranks import Ranks
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")
 
 
 @dataclass(frozen=True)
