@@ -7,6 +7,7 @@ import torch.distributed as dist
 import xxhash
 
 from dcr.data_plane.bits import bit_view
+from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.index_map import Box, IndexMap
 from dcr.data_plane.item import Change, TensorSpec
@@ -118,6 +119,11 @@ class MegatronSource:
     def candidate_digest(self) -> ContentDigest | None:
         """This owner's share of the target's content digest; None until a forward ``changes`` was read to its end."""
         return self._share.candidate_digest
+
+    @property
+    def changes_found(self) -> Mapping[str, ChangeCount]:
+        """See :attr:`dcr.runtime.source.Source.changes_found`."""
+        return self._share.changes_found
 
     def prepare(self) -> None:
         """Take the live weights as the candidate: find what residual tasks need, and convert it; collective.
