@@ -74,13 +74,20 @@ def pushes(case, rank, folder):
             state = {} if served is None else {n: bit_view(t).clone() for n, t in served.state_dict().items()}
             seen.append((report, float(loss.float().mean()), {n: bit_view(t) for n, t in exported.items()}, state))
         again = refit.push()
-        if node is not None:
-            node.close()
-    return seen, again
+    loss = model[0](input_ids=ids, position_ids=positions, attention_mask=mask, labels=ids.roll(-1, 1))
+    masters.step(loss.float().mean())
+    with MegatronRefit(model, bridge, **addresses) as refit:  # a trainer that went on from weights nobody has seen
+        resumed = refit.push()
+    exported = dict(bridge.export_hf_weights(model, cpu=True, show_progress=False))
+    exact = None
+    if node is not None:
+        exact = all(torch.equal(bit_view(served.state_dict()[n]), bit_view(t)) for n, t in exported.items())
+        node.close()
+    return seen, again, resumed, exact
 
 
 def test_every_push_of_a_training_loop_is_bit_exact(megatron):
-    (first, again), (second, _) = megatron[1][NORMAL[0]]
+    (first, again, resumed, exact), (second, *_) = megatron[1][NORMAL[0]]
     for version, ((report, _, exported, served), (_, _, elsewhere, _)) in enumerate(zip(first, second, strict=True), 1):
         assert (report.version, report.kind, report.attempts) == (version, "relative", 1)
         assert report.elements == sum(t.numel() for t in exported.values())
@@ -91,6 +98,8 @@ def test_every_push_of_a_training_loop_is_bit_exact(megatron):
             assert torch.equal(elsewhere[name], bits), name
     assert first[-1][1] < first[0][1]  # it learns
     assert (again.version, again.changed_entries) == (STEPS + 1, 0)
+    assert (resumed.version, resumed.kind) == (STEPS + 2, "dense")
+    assert exact is True
 
 
 @pytest.mark.parametrize("rank", [0, 1])

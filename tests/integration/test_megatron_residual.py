@@ -182,7 +182,14 @@ def train_adapters(model):
 
 def mamba(case, checkpoint):
     bridge, model = build(case, checkpoint, bf16=False)
-    return {"FP32": run_variant(bridge, model), "cast": run_variant(bridge, model, in_bf16)}
+    seen = {"FP32": run_variant(bridge, model), "cast": run_variant(bridge, model, in_bf16)}
+    if torch.distributed.get_rank() == 1:
+        model[0].decoder.final_norm.weight.data[3] += 1
+    try:
+        MegatronSource(BridgeConversion(bridge, model))
+    except RefusedError as error:
+        seen["replicas"] = str(error)
+    return seen
 
 
 def refits(case, rank, folder):
@@ -255,6 +262,11 @@ def test_a_scale_that_changed_alone_is_sent_alone(megatron):
     ranks = [rank["hook"]["refits"][0] for rank in megatron[1][NORMAL[1]]]
     named = {name for rank in ranks for name, *_ in rank[Kind.RELATIVE]}
     assert named == {f"model.layers.{n}.self_attn.o_proj.weight_scale" for n in range(2)}
+
+
+def test_replicas_that_differ_are_named(megatron):
+    for rank in megatron[1][NORMAL[2]]:
+        assert rank["replicas"].startswith("decoder.final_norm.weight: ranks 0 and 1 hold replicas with different bits")
 
 
 def test_what_does_not_fit_is_refused_by_name(megatron):

@@ -56,6 +56,10 @@ class Conversion(Protocol):
         """The tasks with their live tensors now; collective."""
         ...
 
+    def state(self) -> object:
+        """Where every live tensor is and how it is laid out; while it is equal, so are the tasks.  Not collective."""
+        ...
+
     def others(self) -> Mapping[str, torch.Tensor]:
         """Live tensors of the model that are no task's: adapters, for one.  Not collective."""
         ...
@@ -118,6 +122,14 @@ class BridgeConversion:
             )
         self._held = frozenset(t.tensor.data_ptr() for t in tasks if t.tensor is not None and t.tensor.numel())
         return tasks
+
+    def state(self) -> object:
+        """See ``Conversion``."""
+        return [
+            (name, value.data_ptr(), value.dtype, tuple(value.shape))
+            for chunk in self._model
+            for name, value in _stored(chunk)
+        ]
 
     def others(self) -> Mapping[str, torch.Tensor]:
         """See ``Conversion``; of the last ``tasks()``."""

@@ -125,6 +125,9 @@ class _Sample:
     def tasks(self) -> Sequence[Task]:
         return self._tasks
 
+    def state(self) -> object:
+        return None
+
     def others(self) -> Mapping[str, torch.Tensor]:
         return {}
 

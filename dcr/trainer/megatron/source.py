@@ -66,6 +66,7 @@ class MegatronSource:
         projection = learn(conversion, self._ranks)
         self._tasks = conversion.tasks()
         self._layout = self._layout_of(self._tasks)
+        self._state = conversion.state()
         self.specs: tuple[TensorSpec, ...] = projection.specs
         self.owner = f"rank-{self._ranks.rank}"
         self.residual: tuple[Residual, ...] = tuple(projection.residual.values())
@@ -132,15 +133,11 @@ class MegatronSource:
             RefusedError: on every rank alike, by name: tensors appeared, are gone or are laid out otherwise; or the
                 conversion fails, leaves a tensor out, or comes out with different bits on different ranks.
         """
-        tasks = self._conversion.tasks()
-        layout = self._layout_of(tasks)
-        problem = None
-        for ours, theirs, found in ((layout, self._layout, "appeared in"), (self._layout, layout, "is gone from")):
-            for line in ours:
-                if line not in theirs and problem is None:
-                    problem = f"[{line}] {found} the model since this source was made; make a new one"
-        self._ranks.refuse_together(problem)
-        self._tasks = tasks
+        self._refresh()
+        # The optimizer may have written them on a stream that the threads which read them know nothing of.
+        devices = {task.tensor.device for task in self._tasks if task.tensor is not None}
+        for device in devices - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)
         self._candidate_inputs = None
         inputs = self._digests_of_inputs()
         groups = self._affected(inputs)
@@ -182,6 +179,21 @@ class MegatronSource:
             if self._ranks.rank == 0:
                 state[name] = tensor.clone(memory_format=torch.contiguous_format)
         return state if self._ranks.rank == 0 else None
+
+    def _refresh(self) -> None:
+        """Find the live tensors anew, where a rank has others than before; collective."""
+        state = self._conversion.state()
+        if not any(self._ranks.gather(state != self._state)):
+            return
+        tasks = self._conversion.tasks()
+        layout = self._layout_of(tasks)
+        problem = None
+        for ours, theirs, found in ((layout, self._layout, "appeared in"), (self._layout, layout, "is gone from")):
+            for line in ours:
+                if line not in theirs and problem is None:
+                    problem = f"[{line}] {found} the model since this source was made; make a new one"
+        self._ranks.refuse_together(problem)
+        self._tasks, self._state = tasks, state
 
     def _layout_of(self, tasks: Sequence[Task]) -> list[str]:
         others = self._conversion.others()

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from dcr.data_plane.bits import bit_view
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
+from dcr.trainer.megatron import projection
 from dcr.trainer.megatron.conversion import Task
 from dcr.trainer.megatron.source import MegatronSource
 from dcr.trainer.share import CandidateChangedError
+from dcr.trainer.torch.ranks import Ranks
 
 BF16 = torch.bfloat16
 
@@ -28,6 +30,9 @@ class Own:
 
     def tasks(self):
         return [Task(f"task.{n}", "Own", tensor) for n, tensor in enumerate(self.tensors)]
+
+    def state(self):
+        return [(tensor.data_ptr(), tensor.shape) for tensor in self.tensors]
 
     def others(self):
         return self.hidden
@@ -103,7 +108,9 @@ def test_whatever_only_moves_is_direct(data):
         return {"other": tensor.t(), "again": tensor[1:]}
 
     own = Own(weights(shape, (3, 4)), function)
-    source = MegatronSource(own, chunk_elements=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(projection, "FIT_ELEMENTS", data.draw(st.sampled_from([1, 4, 7, 1 << 24])))
+        source = MegatronSource(own, chunk_elements=5)
     assert source.residual == ()
     assert source.memory_bytes == 2 * (math.prod(shape) + 12)  # once, under however many names
 
@@ -230,6 +237,26 @@ def test_tasks_that_come_out_together_are_direct_or_converted_together():
     assert len(source.residual) == 3
     refit(source, whole, lambda: whole.tensors[1].mul_(3))
     assert whole.converted == [0, 1, 2]
+
+
+def test_tensors_that_have_moved_are_found_and_those_of_another_shape_refused():
+    own = Own(weights((4, 8), (3, 4)), alone)
+    source = MegatronSource(own)
+    own.tensors[0] = own.tensors[0].clone()
+    refit(source, own, lambda: own.tensors[0].mul_(2))
+    own.tensors.append(torch.ones(2))
+    with pytest.raises(RefusedError, match=r"task.2: torch.float32 .* appeared in the model"):
+        source.prepare()
+    del own.tensors[1:]
+    with pytest.raises(RefusedError, match=r"task.1: torch.bfloat16 .* is gone from the model"):
+        source.prepare()
+
+
+def test_long_runs_are_one_box_however_they_are_fitted(monkeypatch):
+    monkeypatch.setattr(projection, "FIT_ELEMENTS", 7)
+    own = Own(weights((10, 8)), lambda n, t: {"head": t[:5], "tail": t[5:]})
+    learned = projection.learn(own, Ranks())
+    assert [len(index_map.boxes) for index_map in learned.pieces[0].values()] == [1, 1]
 
 
 def test_what_is_refused_changes_nothing():
