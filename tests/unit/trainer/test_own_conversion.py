@@ -138,7 +138,17 @@ def only_floats(number, tensor):
     return {f"w{number}": tensor}
 
 
+def exchanged(number, tensor):
+    if number == 0 and tensor.is_floating_point():
+        return {"k": tensor[2:], "v": tensor[:2]}
+    return {"k": tensor[:2], "v": tensor[2:]} if number == 0 else alone(number, tensor)
+
+
 RESIDUAL = {
+    "K and V exchanged": (exchanged, {"k", "v"}, "random bits"),
+    "gate halves exchanged": (
+        lambda n, t: {f"w{n}": t.roll(2, 0) if t.is_floating_point() and n == 0 else t}, {"w0"}, "random bits",
+    ),
     "value + 1": (lambda n, t: {f"w{n}": t + 1 if n == 0 else t}, {"w0"}, "computes"),
     "a factor": (lambda n, t: {f"w{n}": t * 2 if n == 0 else t}, {"w0"}, "no source's"),
     "another dtype": (cast, {"w0", "w1"}, "casts torch.bfloat16 to torch.float16"),
