@@ -38,11 +38,20 @@ from dcr.trainer.torch.source import TorchSource
 
 NAME = "memory"
 MEGABYTE = 1_000_000
-SIZES = (64, 256, 1024)
-"""Megabytes of BF16 weights."""
-ONE_TENSOR_MAX = 256
-"""Megabytes; learning the projection of a tensor takes 40 to 55 times its size, at the construction only."""
-RATES = (0.01, 0.05)
+MODELS = (
+    (64, "small", 0.01),
+    (64, "small", 0.05),
+    (256, "small", 0.05),
+    (1024, "small", 0.05),
+    (16, "one", 0.05),
+    (64, "one", 0.05),
+    (64, "transposed", 0.05),
+)
+"""Megabytes of BF16 weights, layout, and share that changes.
+
+One tensor is not larger, since learning its projection takes 40 to 55 times its size, at the construction only."""
+DENSE_MAX = 64
+"""Megabytes of weights that are also sent whole, which takes the longest."""
 SMALL = 1 << 20
 """Elements of a tensor, where they are small."""
 CHUNK_ELEMENTS, BUCKET_BYTES = 1 << 20, 2 << 20
@@ -185,10 +194,11 @@ def lead(model: Weights, layout: str, rate: float, folder: Path) -> dict[str, An
     held = settled() - before
     store, dropped = FolderDelivery(folder), Dropped()
     model.step(rate)
-    with peaks.stage("dense"):
-        emit(source, Kind.DENSE, 1, dropped)
-    with peaks.stage("restore"):
-        emit(source, Kind.RESTORE, 2, dropped)
+    if model.bytes <= DENSE_MAX * MEGABYTE:
+        with peaks.stage("dense"):
+            emit(source, Kind.DENSE, 1, dropped)
+        with peaks.stage("restore"):
+            emit(source, Kind.RESTORE, 2, dropped)
     with peaks.stage("detect"):
         for _ in source.changes(Kind.RELATIVE):
             pass
@@ -312,9 +322,9 @@ def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Measure every size, layout and rate."""
+    """Measure every model."""
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="megabytes of BF16 weights")
+    arguments.add_argument("--largest", type=int, default=1024, help="leave larger models out (megabytes)")
     arguments.add_argument("--process", choices=("owner", "receiver"), help=argparse.SUPPRESS)
     for name, kind in (("--megabytes", int), ("--layout", str), ("--rate", float), ("--folder", str)):
         arguments.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -324,12 +334,9 @@ def main() -> None:
             process(asked)
             return
     rows: list[Row] = []
-    for megabytes in asked.sizes:
-        for layout in LAYOUTS:
-            if layout != "small" and megabytes > ONE_TENSOR_MAX:
-                continue
-            for rate in RATES if layout == "small" else RATES[-1:]:
-                rows += rows_of(megabytes, layout, rate)
+    for model in MODELS:
+        if model[0] <= asked.largest:
+            rows += rows_of(*model)
     report(NAME, rows, NOT_MEASURED, as_json=asked.json)
 
 
