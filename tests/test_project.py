@@ -50,6 +50,7 @@ def test_constraints_are_exact_and_are_what_is_installed():
     assert differ == {}
 
 
+@pytest.mark.timeout(600)  # a process a module, some of which import vLLM
 def test_every_module_of_dcr_imports_alone():
     modules = sorted(
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
