@@ -301,10 +301,15 @@ def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
         owner, receiver = json.loads(text), json.loads(run("receiver", model, folder, text))
     claim = f"{megabytes} MB, {LAYOUTS[layout]}, {100 * rate:g} % changed"
     chunk, bucket = CHUNK_BYTES * min(CHUNK_ELEMENTS, owner["largest"]), BUCKETS * BUCKET_BYTES
+    changed = int(2 * rate * chunk)  # twice, for not every chunk changes alike
     bounds = {
         "construct": owner["bytes"] + LEARN_BYTES * owner["largest"],
-        "detect": chunk,
-        "fold": chunk,
+        "dense": chunk + bucket,
+        "restore": chunk + bucket,
+        "detect": changed,
+        "encode": changed + bucket,
+        "deliver": changed + bucket,
+        "fold": changed,
         "prewarm": 0,
         "receive": BUCKET_BYTES,
         "decode": bucket,
@@ -318,7 +323,7 @@ def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
     yield row("owner holds, beside the live weights", owner["held"], owner["bytes"])
     for side, found in (("owner", owner), ("receiver", receiver)):
         for stage, peak in found["peaks"].items():
-            yield row(f"{side}, {STAGES[stage]}", peak, bounds.get(stage, chunk + bucket))
+            yield row(f"{side}, {STAGES[stage]}", peak, bounds[stage])
 
 
 def main() -> None:

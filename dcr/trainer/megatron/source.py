@@ -38,7 +38,7 @@ class MegatronSource:
     Args:
         conversion: the trainer's own; it is run several times while this constructs, with other tensors.
         process_group: all ranks that hold the model; None is the default group, or one process without any.
-        chunk_elements: elements handled at once; a chunk needs some 40 bytes an element of temporary memory.
+        chunk_elements: elements handled at once; a chunk needs up to 72 bytes of temporary memory for each element.
         check_replicas: compare the bits of replicas on different ranks by digests.
 
     Attributes:
