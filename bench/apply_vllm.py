@@ -30,7 +30,7 @@ NAME = "apply_vllm"
 SHARES = (0.001, 0.01, 0.03)
 AIMS = {0.001: 30.0, 0.01: 9.0, 0.03: 6.0}
 NOT_MEASURED = (
-    "a GPU (there is no CUDA kernel yet)",
+    "a GPU",
     "several ranks",
     "decoding payloads, the gate, the pause that a client sees",
     "transforming tensors: these models have none",
