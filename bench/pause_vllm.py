@@ -16,6 +16,7 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,8 @@ cpu_vllm.set_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the dense load is sent to the worker as a function
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of the demonstration, whose policy is served
 
 import torch  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
