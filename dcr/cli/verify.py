@@ -21,8 +21,8 @@ its storage back, on all its ranks, and compares.  No weight travels, nothing is
 meanwhile; an engine that turns out to hold something else closes its gate.  The trainer must be running, and no
 transition be under way.
 
-  dcr verify --control sqlite:///work/run/record.db
-  dcr verify --control sqlite:///work/run/record.db --json
+  dcr verify --control sqlite:///tmp/run/record.db
+  dcr verify --control sqlite:///tmp/run/record.db --json
 
 Exit status: 0 every engine holds the committed version; 1 one does not, or could not compare; 3 nobody could
 be asked."""

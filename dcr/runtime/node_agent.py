@@ -263,7 +263,8 @@ class NodeAgent:
         try:
             order = decode_order(event.data)
             if isinstance(order, CompareContents):
-                self._inbox.tables(order.tables, lambda found: self._events.put(Tables(order, found)))
+                wait_s = self._settings.connect_timeout_s
+                self._inbox.tables(order.tables, lambda found: self._events.put(Tables(order, found), timeout=wait_s))
             else:
                 self._do(self._role.order(order))  # type: ignore[arg-type]
         except RefusedError as e:

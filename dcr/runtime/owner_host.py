@@ -406,8 +406,8 @@ class OwnerHost:
                 key = contents_key(self._record_id, epoch, name, self._incarnation, total.hex())
                 self._delivery.put(key, data)
                 table = TableRef(key, payload_digest(data))
-            except DcrError as e:
-                reason = cut(f"{name} could not deliver its content digests: {e}")
+            except Exception as e:  # noqa: BLE001 - the operator is told; this thread has emissions and folds to do
+                reason = cut(f"{name} could not deliver its content digests: {type(e).__name__}: {e}")
         held = "" if total is None else total.hex()
         self._send(ContentsShown(name, self._incarnation, epoch, table, held, reason))
 

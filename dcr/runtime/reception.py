@@ -1,5 +1,7 @@
 """What a host has received: each object of the delivery store once, for the ranks of all its engines (DESIGN 6)."""
 
+import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +19,8 @@ from dcr.runtime.rank_messages import Shared
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory, SharedMemoryError
 from dcr.runtime.store_readers import StoreReaders
+
+_log = logging.getLogger("dcr.node")
 
 MANIFEST_BYTES_MAX = 64 << 20
 READERS_MAX = 8
@@ -154,7 +158,12 @@ class Reception:
                 found: dict[str, ContentDigest] | DcrError = read_tables(self._delivery, refs)
             except DcrError as e:
                 found = e
-            then(found)
+            except Exception as e:  # noqa: BLE001 - told to whoever asked, who would else wait for an answer in vain
+                found = DeliveryError(f"{type(e).__name__}: {e}")
+            try:
+                then(found)
+            except queue.Full:
+                _log.warning("owners' content digests were read, but their engine has no time for them")
 
         self._readers.submit(job)
 

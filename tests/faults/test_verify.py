@@ -130,6 +130,26 @@ def test_a_table_that_changes_after_its_owner_delivered_it_blames_no_engine(run,
     assert sharded.gate.version == 1
 
 
+def test_a_store_that_fails_in_a_way_that_nobody_foresaw_ends_no_thread(run, capsys):
+    """The owner's thread still emits and folds, and an engine's reader still reads."""
+    fleet, _, _, node = run()
+    for delivery, call in ((fleet.refit._host._delivery, "put"), (node._reception._delivery, "get")):
+
+        def broken(*_arguments):
+            raise RuntimeError("out of order")
+
+        whole = getattr(delivery, call)
+        setattr(delivery, call, broken)
+        status, said, report = ask(fleet, capsys)
+        assert status == 1
+        assert "RuntimeError: out of order" in said + json.dumps(report)
+        setattr(delivery, call, whole)
+    assert ask(fleet, capsys)[0] == 0
+    fleet.step()
+    fleet.push()
+    assert node.wait_serving(2, WAIT_S) == 2
+
+
 def test_while_a_transition_is_under_way_nothing_is_compared(run, capsys):
     fleet, *_, node = run()
     said = []
