@@ -35,7 +35,7 @@ NOT_MEASURED = (
 NOTES = (
     "beyond reading both arrays an entry costs mostly its index: 8 bytes that are written, read for the gaps and",
     "read for the digest, mostly from outside the second-level cache, and zstd: 1.5 bytes at 0.9 GB/s",
-    "missed against reading: encoding a part of a chunk while its indices are in cache would save a write and a read;",
+    "encoding a part of a chunk while its indices are in cache would save a write and a read;",
     "it needs an encoder that goes on where it stopped, through projection and buckets, instead of whole items",
 )
 

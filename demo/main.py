@@ -177,7 +177,7 @@ class Demo:
                 said = decode(sampled["tokens"])
             else:
                 self.compare(number, name, self.twin_torch(number))
-        stages = {k: v for k, v in report["stages"].items() if k != "synchronise"}
+        stages = {k: v for k, v in report["stages"].items() if k not in {"blocked", "synchronise"}}
         print(
             f"refit {number}: version {report['version']}  {report['kind']}  "
             f"changed {100 * report['changed_entries'] / report['elements']:.2f} %  "

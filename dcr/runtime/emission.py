@@ -1,9 +1,10 @@
 """One owner's emission of one epoch: from changes to delivered payloads to a manifest (paper sections 4 to 7)."""
 
 import dataclasses
+import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from dcr.data_plane.bucket import pack
@@ -17,36 +18,44 @@ from dcr.delivery.interface import Delivery, payload_key
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, SealedPayload
 from dcr.protocol.messages import Emit
+from dcr.runtime.pipeline import CancelledError, Pipeline, Stage
+from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 
+_log = logging.getLogger("dcr.owner")
 _T = TypeVar("_T")
 
-
-class CancelledError(Exception):
-    """A later epoch was ordered; what was emitted so far is fenced."""
+_TELL_S = 5.0
+"""How often an emission that takes long says how far it is."""
 
 
 class Emission:
-    """Detect, encode, deliver; each payload leaves as soon as its bucket is full.
+    """Detect, encode and deliver at the same time (paper section 7.2).
 
-    A rollback detects what the candidate changed, and sends the baseline's bits of it (DESIGN D17).
+    A payload leaves as soon as its bucket is full, while the next ones are encoded and found.  A rollback detects what
+    the candidate changed, and sends the baseline's bits of it (DESIGN D17).
 
     Args:
         order: the epoch to emit.
         source: this owner's share.
         incarnation: of this owner.
         delivery: where payloads go.
-        bucket_bytes: size of a bucket before compression.
+        settings: ``bucket_bytes``, ``buckets_ahead``, ``encode_threads``, ``deliver_threads``, ``delivery_timeout_s``.
+
+    Attributes:
+        cancelled: set it to stop; payloads that are on their way to the store come to their end.
+        seconds: of work by stage.  Stages run at the same time, so that these may add up to more than went by;
+            ``blocked`` is how long detection waited for the others.
     """
 
-    def __init__(self, order: Emit, source: Source, incarnation: int, delivery: Delivery, bucket_bytes: int) -> None:
+    def __init__(self, order: Emit, source: Source, incarnation: int, delivery: Delivery, settings: Settings) -> None:
         self.order = order
         self.cancelled = threading.Event()
-        self.seconds = {"detect": 0.0, "encode": 0.0, "deliver": 0.0}
+        self.seconds = {"detect": 0.0, "encode": 0.0, "deliver": 0.0, "blocked": 0.0}
         self._source = source
         self._incarnation = incarnation
         self._delivery = delivery
-        self._bucket_bytes = bucket_bytes
+        self._settings = settings
         self._changes: Iterator[Change] = iter(())
         self._back = order.base.kind is not Kind.RESTORE and order.target == order.base.version
         self.begun = False
@@ -69,11 +78,10 @@ class Emission:
         o = self.order
         if candidate_digest is not None and o.base.kind is not Kind.RESTORE:
             self._check_candidate(candidate_digest)
-        payloads: list[SealedPayload] = []
         try:
-            self._deliver(payloads)
+            payloads = self._deliver()
         except (CancelledError, DcrError):
-            if payloads:
+            if self.begun:
                 self._finish_detection()
             raise
         restore = o.base.kind is Kind.RESTORE
@@ -97,27 +105,63 @@ class Emission:
             owned_elements=self._source.owned_elements,
         )
 
-    def _deliver(self, payloads: list[SealedPayload]) -> None:
-        """Deliver payload by payload; what was delivered is in the list, whatever stops it."""
+    def _deliver(self) -> list[SealedPayload]:
+        """Find, encode and deliver payload by payload; the lines that the manifest has of them."""
+        o, bounds = self.order, self._settings
+        stages = (
+            Stage("encode", self._encode, bounds.encode_threads),
+            Stage("deliver", self._send, bounds.deliver_threads),
+        )
+        name = f"dcr-{self._source.owner}-epoch-{o.epoch}"
+        pipeline = Pipeline(
+            name, stages, ahead=bounds.buckets_ahead, cancelled=self.cancelled, stop_timeout_s=bounds.delivery_timeout_s
+        )
+        told = time.monotonic()
+        with pipeline:
+            try:
+                for number, items in enumerate(self._timed(pack(self._items(), bounds.bucket_bytes), "detect")):
+                    found = time.perf_counter()
+                    pipeline.put((number, items))
+                    self.seconds["blocked"] += time.perf_counter() - found
+                    if time.monotonic() - told > _TELL_S:
+                        told = time.monotonic()
+                        self._tell(pipeline)
+                return pipeline.join()
+            finally:
+                for stage_name, progress in pipeline.progress().items():
+                    self.seconds[stage_name] = progress.seconds
+
+    def _tell(self, pipeline: Pipeline) -> None:
+        stages = pipeline.progress()
+        delivered, encoded = stages["deliver"], stages["encode"]
+        _log.info(
+            "%s, epoch %d: %d payloads delivered, %d on their way, %d encoded, %d not yet; detection waited %.1f s",
+            self._source.owner,
+            self.order.epoch,
+            delivered.done,
+            delivered.running,
+            delivered.waiting,
+            encoded.waiting + encoded.running,
+            self.seconds["blocked"],
+        )
+
+    def _encode(self, bucket: tuple[int, Sequence[Item]]) -> tuple[SealedPayload, bytes]:
+        number, items = bucket
+        with stage("encode"):
+            data = encode_payload(self._identity(number), self.order.base, items)
+        with stage("seal"):
+            digest = payload_digest(data)
+        return SealedPayload(number, digest, sum(i.entries for i in items), len(data)), data
+
+    def _send(self, encoded: tuple[SealedPayload, bytes]) -> SealedPayload:
+        sealed, data = encoded
+        self.begun = True
+        self._delivery.put(payload_key(self._identity(sealed.sequence)), data)
+        return sealed
+
+    def _identity(self, sequence: int) -> PayloadIdentity:
         o = self.order
-        for items in self._timed(pack(self._items(), self._bucket_bytes), "detect"):
-            if self.cancelled.is_set():
-                raise CancelledError
-            identity = PayloadIdentity(
-                o.record_id, o.target, o.epoch, self._source.owner, self._incarnation, len(payloads)
-            )
-            started = time.perf_counter()
-            with stage("encode"):
-                data = encode_payload(identity, o.base, items)
-            encoded = time.perf_counter()
-            self.begun = True
-            self._delivery.put(payload_key(identity), data)
-            self.seconds["encode"] += encoded - started
-            self.seconds["deliver"] += time.perf_counter() - encoded
-            entries = sum(i.entries for i in items)
-            with stage("seal"):
-                digest = payload_digest(data)
-            payloads.append(SealedPayload(identity.sequence, digest, entries, len(data)))
+        return PayloadIdentity(o.record_id, o.target, o.epoch, self._source.owner, self._incarnation, sequence)
 
     def _finish_detection(self) -> None:
         """Learn the candidate's content although nothing more is sent: what was sent may have torn members with it."""

@@ -39,8 +39,9 @@ from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.contents_table import encode_table
-from dcr.runtime.emission import CancelledError, Emission
+from dcr.runtime.emission import Emission
 from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.pipeline import CancelledError
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
@@ -277,9 +278,7 @@ class OwnerHost:
                 case Step():
                     self._observe(effect)
                 case role.StartEmission():
-                    emission = Emission(
-                        effect.order, self._source, self._incarnation, self._delivery, self._settings.bucket_bytes
-                    )
+                    emission = Emission(effect.order, self._source, self._incarnation, self._delivery, self._settings)
                     self._emission = emission
                     self._work.put(lambda e=emission: self._emit(e))  # type: ignore[misc]
                 case role.CancelEmission():

@@ -16,9 +16,15 @@ LARGEST = 1e9
 """Largest number that a setting may have; seconds beyond it overflow the clocks."""
 MEMORY_LARGEST = 1 << 50
 """Largest bound for bytes in memory, which has more of them than clocks have seconds."""
+THREADS_MAX = 64
+"""Most threads of one stage, and buckets on their way."""
 STAGE_BYTES_MAX = 8 << 30
 RECEIVE_BYTES_MAX = 4 << 30
 
+_LARGEST = {
+    **dict.fromkeys(("stage_bytes_max", "receive_bytes_max"), MEMORY_LARGEST),
+    **dict.fromkeys(("buckets_ahead", "encode_threads", "deliver_threads"), THREADS_MAX),
+}
 
 READBACKS = ("start", "restore", "always")
 
@@ -35,6 +41,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     (``restore``), or also after every refit (``always``); each time before the gate opens."""
     bucket_bytes: int = 8 << 20
     """Entries packed into one payload, before compression; at most BUCKET_BYTES_MAX."""
+    buckets_ahead: int = 8
+    """Buckets of one owner between detection and the store: with ``bucket_bytes``, the memory of an emission."""
+    encode_threads: int = 1
+    """Buckets that an owner encodes at once; each is spread over all cores already, where it is worth it."""
+    deliver_threads: int = 4
+    """Payloads that an owner sends to the store at once."""
     chunk_elements: int = 1 << 22
     """Elements compared with the baseline at a time."""
     members_min: int = 1
@@ -94,10 +106,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.bucket_bytes > BUCKET_BYTES_MAX:
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:
-            value = getattr(self, name)
-            largest = MEMORY_LARGEST if name in {"stage_bytes_max", "receive_bytes_max"} else LARGEST
+            value, largest = getattr(self, name), _LARGEST.get(name, LARGEST)
             if not isinstance(value, str) and not 0 < value <= largest:
-                raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {largest:.0e}")
+                raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {largest:.6g}")
         if self.serve_lease_s <= self.record_poll_s:
             raise RefusedError(
                 f"setting serve_lease_s: {self.serve_lease_s} must be greater than record_poll_s, which is "

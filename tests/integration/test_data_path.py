@@ -25,6 +25,7 @@ from dcr.protocol.record import CommitRecord, Committed, OwnerRef
 from dcr.runtime.emission import Emission
 from dcr.runtime.rank_host import RankHost
 from dcr.runtime.rank_messages import Answer, Attach, Learn, Payload, SealedManifest, WireSpec, decode_answer, encode
+from dcr.runtime.settings import Settings
 from dcr.trainer.torch.source import TorchSource
 
 INCARNATION = 5
@@ -207,7 +208,7 @@ class DataPath:
         o = self.order
         assert o is not None
         order = Emit("r", o.epoch, o.target, o.base, operation, self.set_only)
-        manifest = Emission(order, self.source, INCARNATION, self.store, bucket_bytes).run()
+        manifest = Emission(order, self.source, INCARNATION, self.store, Settings(bucket_bytes=bucket_bytes)).run()
         requests = []
         for p in manifest.payloads:
             identity = manifest.identity(p.sequence)

@@ -166,7 +166,7 @@ class DcrTransferSender(TrainerWeightTransferEngine[DcrTrainerInitInfo]):  # typ
         order = Emit(init.record_id, self._epoch, target, base, self._settings.operation, init.set_only)
         problem = None
         try:
-            emission = Emission(order, self._source, self._incarnation, self._delivery, self._settings.bucket_bytes)
+            emission = Emission(order, self._source, self._incarnation, self._delivery, self._settings)
             manifest = emission.run()
             key = manifest_key(init.record_id, target, self._epoch, manifest.owner, self._incarnation)
             self._delivery.put(key, encode_manifest(manifest))

@@ -1,5 +1,8 @@
 """What an owner emits, read back from the folder and compared with the weights by a reading of the test's own."""
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -10,7 +13,9 @@ from dcr.delivery.interface import DeliveryError, payload_key
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Emit
-from dcr.runtime.emission import CancelledError, Emission
+from dcr.runtime.emission import Emission
+from dcr.runtime.pipeline import CancelledError
+from dcr.runtime.settings import Settings
 from dcr.trainer.torch.source import TorchSource
 from tests.faults.models import Policy
 
@@ -32,11 +37,11 @@ class Setting:
         self.source = TorchSource(self.policy, chunk_elements=100)
         self.store = FolderDelivery(folder / "p")
 
-    def emission(self, kind, *, epoch=1, target=1, bucket_bytes=700, operation="add", set_only=()):
+    def emission(self, kind, *, epoch=1, target=1, bucket_bytes=700, operation="add", set_only=(), **bounds):
         held = "" if kind is Kind.DENSE else self.source.baseline_digest.hex()
         base = Base(kind, 0, held, "" if kind is Kind.RESTORE else "c")
         order = Emit("r", epoch, 0 if kind is Kind.RESTORE else target, base, operation, set_only)
-        return Emission(order, self.source, INCARNATION, self.store, bucket_bytes)
+        return Emission(order, self.source, INCARNATION, self.store, Settings(bucket_bytes=bucket_bytes, **bounds))
 
     def read(self, manifest):
         """Every entry of every payload that the manifest lists: (name, index) -> (operation, value)."""
@@ -108,7 +113,7 @@ def test_nothing_changed_is_an_empty_manifest(tmp_path):
 def test_a_cancelled_emission_delivers_nothing_more(tmp_path):
     s = Setting(tmp_path)
     s.policy.step(1)
-    emission = s.emission(Kind.RELATIVE)
+    emission = s.emission(Kind.RELATIVE, deliver_threads=1)
     put, delivered = s.store.put, []
 
     def put_and_cancel(key, data):
@@ -168,8 +173,71 @@ def test_times_are_those_of_the_stages(tmp_path):
     s.policy.step(1)
     emission = s.emission(Kind.RELATIVE)
     emission.run()
-    assert set(emission.seconds) == {"detect", "encode", "deliver"}
+    assert set(emission.seconds) == {"detect", "encode", "deliver", "blocked"}
     assert min(emission.seconds.values()) > 0
+
+
+def test_payloads_are_the_same_however_many_are_on_their_way(tmp_path):
+    made = {}
+    for place, bounds in enumerate(({"buckets_ahead": 1}, {"encode_threads": 3, "deliver_threads": 5})):
+        (tmp_path / str(place)).mkdir()
+        s = Setting(tmp_path / str(place))
+        s.policy.step(1)
+        manifest = s.emission(Kind.RELATIVE, **bounds).run()
+        assert len(manifest.payloads) > 5
+        assert [p.sequence for p in manifest.payloads] == list(range(len(manifest.payloads)))
+        made[place] = manifest, {key: s.store.get(key, 1 << 30) for key in s.store.keys("r/")}
+    assert made[0] == made[1]
+
+
+def test_a_slow_store_holds_up_detection_and_the_bound_holds(tmp_path):
+    s = Setting(tmp_path)
+    s.policy.step(1)
+    emission = s.emission(Kind.RELATIVE, buckets_ahead=3, deliver_threads=2)
+    put, release, begun = s.store.put, threading.Event(), threading.Semaphore(0)
+    encoded = []
+
+    def wait(key, data):
+        begun.release()
+        assert release.wait(30)
+        put(key, data)
+
+    s.store.put = wait
+    changes = s.source.changes
+
+    def counted(kind):
+        for change in changes(kind):
+            encoded.append(change.indices.numel())
+            yield change
+
+    s.source.changes = counted
+    thread = threading.Thread(target=emission.run)
+    thread.start()
+    assert begun.acquire(timeout=30)
+    assert begun.acquire(timeout=30)
+    assert not begun.acquire(timeout=0.3), "two threads deliver"
+    seen = len(encoded)
+    time.sleep(0.3)
+    assert len(encoded) == seen, "detection waits"
+    release.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(encoded) > seen, "and goes on"
+    assert emission.seconds["blocked"] > 0.5
+
+
+def test_no_thread_is_left_of_an_emission_that_fails(tmp_path):
+    s = Setting(tmp_path)
+    s.policy.step(1)
+
+    def refuse(key, data):
+        raise DeliveryError("the disk is full")
+
+    s.store.put = refuse
+    before = set(threading.enumerate())
+    with pytest.raises(DeliveryError, match="the disk is full"):
+        s.emission(Kind.RELATIVE).run()
+    assert {t for t in threading.enumerate() if "epoch" in t.name} <= before
 
 
 def test_a_rollback_sends_the_committed_bits_of_what_the_candidate_changed(tmp_path):
@@ -202,7 +270,8 @@ def test_weights_that_are_stepped_while_they_are_emitted_are_not_sealed(tmp_path
     s.policy.step(1)
     s.emission(Kind.RELATIVE, epoch=1).run()
     found = s.source.candidate_digest
-    emission = s.emission(Kind.ABSOLUTE, epoch=2, target=target)
+    # One bucket at a time: the first has left before the second is found.
+    emission = s.emission(Kind.ABSOLUTE, epoch=2, target=target, buckets_ahead=1)
     put, left = s.store.put, [1]
 
     def put_and_step(key, data):

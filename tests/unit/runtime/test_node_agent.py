@@ -39,6 +39,7 @@ from dcr.runtime.node_agent import NodeError
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
+from dcr.runtime.settings import Settings
 from dcr.trainer.torch.source import TorchSource
 from tests.faults.models import Policy, Served, dense, stored_bits
 
@@ -135,7 +136,7 @@ class Led:
         """Deliver the candidate's payloads, then its seal; the root over it."""
         emit = Emit("default", order.epoch, order.target, order.base, "add", ("scale",))
         with torch.no_grad():
-            manifest = Emission(emit, self.source, INCARNATION, self.delivery, 700).run()
+            manifest = Emission(emit, self.source, INCARNATION, self.delivery, Settings(bucket_bytes=700)).run()
         assert len(manifest.payloads) >= 3
         key = manifest_key("default", order.target, order.epoch, self.owner.owner, INCARNATION)
         self.delivery.put(key, encode_manifest(manifest))

@@ -1,0 +1,128 @@
+"""The pipeline: order, bounds, errors and cancellation, whatever the threads do."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcr.runtime.pipeline import CancelledError, Pipeline, PipelineError, Stage
+
+
+class Watch:
+    """Counts what is on its way, from outside the pipeline."""
+
+    def __init__(self, pauses):
+        self.pauses = pauses
+        self.lock = threading.Lock()
+        self.begun = set()
+        self.ended = set()
+        self.most = 0
+
+    def first(self, piece):
+        with self.lock:
+            self.begun.add(piece)
+            self.most = max(self.most, len(self.begun) - len(self.ended))
+        time.sleep(self.pauses[piece % len(self.pauses)])
+        return piece, "first"
+
+    def last(self, taken):
+        time.sleep(self.pauses[(taken[0] * 7) % len(self.pauses)])
+        with self.lock:
+            self.ended.add(taken[0])
+        return (*taken, "last")
+
+
+def pipeline(stages, *, ahead=4, cancelled=None, stop_timeout_s=10.0):
+    return Pipeline("p", stages, ahead=ahead, cancelled=cancelled or threading.Event(), stop_timeout_s=stop_timeout_s)
+
+
+def left():
+    return [t.name for t in threading.enumerate() if t.name.startswith("p-")]
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(0, 25),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.sampled_from([0, 0, 0.001, 0.003]), min_size=1, max_size=5),
+)
+def test_results_come_in_order_and_the_bound_holds(pieces, ahead, firsts, lasts, pauses):
+    watch = Watch(pauses)
+    with pipeline([Stage("a", watch.first, firsts), Stage("b", watch.last, lasts)], ahead=ahead) as p:
+        for piece in range(pieces):
+            p.put(piece)
+        assert p.join() == [(piece, "first", "last") for piece in range(pieces)]
+        progress = p.progress()
+    assert watch.most <= ahead
+    assert {name: (s.waiting, s.running, s.done) for name, s in progress.items()} == {
+        "a": (0, 0, pieces),
+        "b": (0, 0, pieces),
+    }
+    assert left() == []
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 19), st.sampled_from(["a", "b"]), st.integers(1, 4), st.integers(1, 3))
+def test_the_first_error_ends_all_and_leaves_no_thread(bad, where, ahead, threads):
+    def work(name):
+        def do(piece):
+            if (name, piece) == (where, bad):
+                raise ZeroDivisionError(str(piece))
+            return piece
+
+        return do
+
+    with pytest.raises(ZeroDivisionError, match=str(bad)):  # noqa: PT012, SIM117 - either call may raise it
+        with pipeline([Stage(n, work(n), threads) for n in "ab"], ahead=ahead) as p:
+            for piece in range(20):
+                p.put(piece)
+            p.join()
+    assert left() == []
+
+
+@pytest.mark.parametrize("waits_in", ["put", "join"])
+def test_cancelling_ends_a_wait_and_what_has_begun_comes_to_its_end(waits_in):
+    cancelled, release, ended = threading.Event(), threading.Event(), []
+
+    def slow(piece):
+        assert release.wait(30)
+        ended.append(piece)
+
+    threading.Timer(0.1, cancelled.set).start()
+    threading.Timer(0.3, release.set).start()
+    with (  # noqa: PT012 - any of the calls may raise it
+        pytest.raises(CancelledError),
+        pipeline([Stage("a", slow, 1)], ahead=2, cancelled=cancelled) as p,
+    ):
+        p.put(0)
+        p.put(1)
+        if waits_in == "put":
+            p.put(2)
+        p.join()
+    assert ended == [0], "the one that was waiting is dropped"
+    assert left() == []
+
+
+def test_a_stage_that_hangs_is_named_in_time():
+    release = threading.Event()
+    p = pipeline([Stage("encode", lambda x: x, 1), Stage("deliver", lambda _: release.wait(30), 1)], stop_timeout_s=0.3)
+    p.put(0)
+    started = time.monotonic()
+    while not p.progress()["deliver"].running:
+        time.sleep(0.01)
+    with pytest.raises(PipelineError, match=r"p: deliver did not end in 0\.3 s"):
+        p.close()
+    assert time.monotonic() - started < 10
+    release.set()
+    p.close()
+    assert left() == []
+
+
+def test_nothing_starts_without_a_piece():
+    with pipeline([Stage("a", lambda x: x, 3)]) as p:
+        assert left() == []
+        assert p.join() == []
