@@ -13,6 +13,7 @@ from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import TensorSpec
 from dcr.delivery.address import open_delivery
+from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.contents import ReadbackReport
 from dcr.runtime.node_agent import NodeAgent
@@ -20,7 +21,7 @@ from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress import EngineStatus
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
-from dcr.runtime.secret import load_or_create_secret
+from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory
@@ -85,7 +86,8 @@ class RolloutNode:
         with ExitStack() as opened:
             plane = open_control_plane(control)
             opened.callback(plane.close)
-            store = open_delivery(delivery)
+            secret = load_or_create_secret(secret_path(control))
+            store = SealedDelivery(open_delivery(delivery), record_secret(secret, record_id))
             opened.callback(store.close)
             memory = SharedMemory(record_id, time.time_ns())
             opened.callback(memory.close)
@@ -101,7 +103,7 @@ class RolloutNode:
                     record_id=record_id,
                     control=plane,
                     inbox=self._reception.inbox(engine.name),
-                    secret=load_or_create_secret(secret_path(control)),
+                    secret=secret,
                     specs=tensors,
                     loaded_digest=digest,
                     settings=bounds,

@@ -13,7 +13,7 @@ from dcr.protocol.messages import Published, decode_order
 from dcr.protocol.step import Step
 from dcr.runtime.node_agent import NodeError
 from tests.faults.models import Doubled, Policy, Served
-from tests.faults.thread_fleet import Fleet, flip, rewrite
+from tests.faults.thread_fleet import Fleet, flip, forge
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def spoil(fleet: Fleet, position: int, attempts: int = 1) -> None:
     left = [attempts]
 
     def act(step: Step) -> None:
-        rewrite(fleet.objects(step.epoch)[position], flip)
+        forge(fleet.objects(step.epoch)[position], flip)
         left[0] -= 1
         if left[0]:
             fleet.once("OpenApply", act)

@@ -13,13 +13,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dcr.delivery.sealed import SEAL_BYTES
 from dcr.protocol.identity import decode_manifest, encode_manifest
 from dcr.protocol.messages import Join, StorageState, encode_message
 from dcr.protocol.step import Step
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
-from tests.faults.thread_fleet import Fleet, flip, rewrite
+from tests.faults.thread_fleet import Fleet, flip, forge, rewrite
+
+Rewrite = Callable[[Path, Callable[[bytes], bytes]], None]
 
 
 @pytest.fixture
@@ -41,40 +44,50 @@ def empty(_: bytes) -> bytes:
     return b""
 
 
-def on_payload(position: int, change: Callable[[bytes], bytes]) -> Callable[[Fleet, int], None]:
-    return lambda fleet, epoch: rewrite(fleet.objects(epoch)[position], change)
+def on_payload(position: int, change: Callable[[bytes], bytes]) -> Callable[[Fleet, int, Rewrite], None]:
+    return lambda fleet, epoch, write: write(fleet.objects(epoch)[position], change)
 
 
-def on_manifest(change: Callable[[bytes], bytes]) -> Callable[[Fleet, int], None]:
-    def act(fleet: Fleet, epoch: int) -> None:
+def on_manifest(change: Callable[[bytes], bytes]) -> Callable[[Fleet, int, Rewrite], None]:
+    def act(fleet: Fleet, epoch: int, write: Rewrite) -> None:
         fleet.objects(epoch)
-        rewrite(fleet.manifest(epoch), change)
+        write(fleet.manifest(epoch), change)
 
     return act
 
 
-def lose_payload(fleet: Fleet, epoch: int) -> None:
+def lose_payload(fleet: Fleet, epoch: int, _: Rewrite) -> None:
     fleet.objects(epoch)[1].unlink()
 
 
-def swap_payloads(fleet: Fleet, epoch: int) -> None:
+def unsealed(path: Path) -> bytes:
+    return path.read_bytes()[:-SEAL_BYTES]
+
+
+def swap_payloads(fleet: Fleet, epoch: int, write: Rewrite) -> None:
     one, other = fleet.objects(epoch)[:2]
-    first, second = one.read_bytes(), other.read_bytes()
-    rewrite(one, lambda _: second)
-    rewrite(other, lambda _: first)
+    whole = write is rewrite
+    first, second = (p.read_bytes() if whole else unsealed(p) for p in (one, other))
+    write(one, lambda _: second)
+    write(other, lambda _: first)
 
 
-def earlier_epoch(fleet: Fleet, epoch: int) -> None:
+def earlier_epoch(fleet: Fleet, epoch: int, write: Rewrite) -> None:
     """An intact payload of this owner, from the transition before, under a key of this one."""
-    old = fleet.objects(epoch - 1)[0].read_bytes()
-    rewrite(fleet.objects(epoch)[0], lambda _: old)
+    old = fleet.objects(epoch - 1)[0]
+    replayed = old.read_bytes() if write is rewrite else unsealed(old)
+    write(fleet.objects(epoch)[0], lambda _: replayed)
 
 
-def huge(fleet: Fleet, epoch: int) -> None:
+def huge(fleet: Fleet, epoch: int, _: Rewrite) -> None:
     """A sparse object of half a gigabyte."""
     path = fleet.objects(epoch)[0]
     path.chmod(0o600)
     os.truncate(path, 512 << 20)
+
+
+def invent(data: bytes) -> bytes:
+    return encode_manifest(msgspec.structs.replace(decode_manifest(data), owned_elements=1))
 
 
 FAULTS = {
@@ -83,29 +96,38 @@ FAULTS = {
     "a payload cut short": (on_payload(1, cut), "cut short or extended"),
     "a payload extended": (on_payload(1, extend), "cut short or extended"),
     "an empty payload": (on_payload(1, empty), "the preamble alone has"),
-    "a listed payload lost": (lose_payload, "that rank-0 lists did not come in 0.5 s"),
     "payloads under each other's key": (swap_payloads, "bytes fetched for .*sequence=0.* are payload .*sequence=1"),
     "a payload of an earlier epoch": (earlier_epoch, "bytes fetched for .*epoch=2.* are payload .*epoch=1"),
-    "a huge payload": (huge, "536870912 bytes, more than the 268435456 allowed"),
     "a bit of the manifest": (on_manifest(flip), "no manifest|is not the one that its owner's manifest lists"),
-    "a manifest that nobody sealed": (
-        on_manifest(lambda data: encode_manifest(msgspec.structs.replace(decode_manifest(data), owned_elements=1))),
-        "a acknowledged other manifests than the owners sealed",
-    ),
+    "a manifest that nobody sealed": (on_manifest(invent), "a acknowledged other manifests than the owners sealed"),
     "a manifest cut short": (on_manifest(cut), "no manifest that this version of dcr can read"),
 }
+"""What can be wrong with an object, and what a receiver says of it if a process of the run wrote it so."""
+LOSSES = {
+    "a listed payload lost": (lose_payload, "that rank-0 lists did not come in 0.5 s"),
+    "a huge payload": (huge, "536870912 bytes, more than the 268435496 allowed"),
+}
+SEAL = "object .* its seal is missing or wrong"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_spoilt_object_fails_the_attempt_by_name_and_the_retry_commits(fleet: Fleet, fault: str) -> None:
-    spoil, named = FAULTS[fault]
+CASES = [
+    *(pytest.param(spoil, forge, named, id=f"{fault}, sealed") for fault, (spoil, named) in FAULTS.items()),
+    *(pytest.param(spoil, rewrite, SEAL, id=fault) for fault, (spoil, _) in FAULTS.items() if "nobody" not in fault),
+    *(pytest.param(spoil, rewrite, named, id=fault) for fault, (spoil, named) in LOSSES.items()),
+]
+
+
+@pytest.mark.parametrize(("spoil", "write", "named"), CASES)
+def test_a_spoilt_object_fails_the_attempt_by_name_and_the_retry_commits(
+    fleet: Fleet, spoil: Callable[[Fleet, int, Rewrite], None], write: Rewrite, named: str
+) -> None:
     e = fleet.engine("a")
     fleet.check(e)
     fleet.step()
     fleet.push()
     fleet.check(e)
     fleet.step()
-    fleet.once("OpenApply", lambda step: spoil(fleet, step.epoch))
+    fleet.once("OpenApply", lambda step: spoil(fleet, step.epoch, write))
     report = fleet.push()
     assert (report.kind, report.attempts) == ("absolute", 2)
     assert re.search(named, report.failures[0]), report.failures

@@ -11,10 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dcr import RefitReport, RolloutNode, TrainerRefit
+from dcr.delivery.folder import FolderDelivery
+from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.protocol.step import Step
 from dcr.rollout.gate import GateTimeoutError
 from dcr.rollout.torch.engine import TorchEngine
+from dcr.runtime.secret import record_secret
 from tests.faults.engine_process import combined
 from tests.faults.models import Policy, Served, stored_bits
 
@@ -186,6 +189,19 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     """What a bad disk does to a stored object."""
     path.chmod(0o600)
     path.write_bytes(change(path.read_bytes()))
+
+
+def forge(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """What a process of the run does to a stored object: its seal is right, whatever it holds."""
+    parents = [path, *path.parents]
+    place = next(i for i, p in enumerate(parents) if (p.parent / "record.db.secret").exists())
+    secret = record_secret((parents[place].parent / "record.db.secret").read_bytes(), "default")
+    key = str(path.relative_to(parents[place]))
+    kept = FolderDelivery(parents[place])
+    data = SealedDelivery(kept, secret).get(key, path.stat().st_size)
+    assert data is not None
+    path.unlink()
+    SealedDelivery(kept, secret).put(key, change(data))
 
 
 def flip(data: bytes) -> bytes:

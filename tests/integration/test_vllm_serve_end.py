@@ -14,6 +14,7 @@ from serve_process import END_S, NAME, Server, write_tokenizer
 from transformers import Qwen3MoeForCausalLM
 
 import dcr
+from dcr.delivery.sealed import SEAL_BYTES
 from dcr.rollout.vllm.supervisor import STARTING_S
 
 pytestmark = pytest.mark.vllm
@@ -125,7 +126,7 @@ def test_a_signal_in_the_middle_of_a_refit_ends_all_of_it(start, train, tmp_path
         assert said in server.log()
     epoch, sent, seconds = re.search(r"applied epoch (\d+): (\d+) bytes in ([0-9.]+) s", server.log()).groups()
     payloads = (tmp_path / "payloads").glob(f"*/*/{int(epoch):020}/**/*.payload")
-    assert int(sent) == sum(payload.stat().st_size for payload in payloads) > 0
+    assert int(sent) == sum(payload.stat().st_size - SEAL_BYTES for payload in payloads) > 0
     assert float(seconds) > 0
 
 

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from dcr.control_plane.address import open_control_plane
 from dcr.data_plane.change_counts import ChangeCount, reading_order
 from dcr.delivery.address import open_delivery
+from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.errors import DcrError
 from dcr.protocol.layer_changes import LAYERS_REST
 from dcr.protocol.messages import Outcome
 from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.owner_host import OwnerHost
-from dcr.runtime.secret import load_or_create_secret
+from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
@@ -52,8 +53,8 @@ class RefitReport:
         payloads: number of payloads.
         payload_bytes: their size.
         wall_s: the whole push, on this rank.
-        stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, which is
-            how long detection waited for encoding and the store.  Stages run at the same time.
+        stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, for how
+            long detection waited for encoding and the store.  Stages run at the same time.
         layers: elements changed and in all, by layer in reading order, unchanged layers too, and what is beyond 256
             layers as OTHER_LAYERS.  Empty if kind is dense, for such an attempt compares nothing, or unknown.
             ``TrainerRefit.changes`` has this rank's share by tensor.
@@ -105,8 +106,8 @@ class Refit:
     ) -> None:
         self._source = source
         self._control = open_control_plane(control)
-        self._delivery = open_delivery(delivery)
         secret = load_or_create_secret(secret_path(control))
+        self._delivery = SealedDelivery(open_delivery(delivery), record_secret(secret, record_id))
         owners: list[str] = ranks.gather(source.owner)
         self._coordinator: CoordinatorHost | None = None
         if ranks.rank == 0:

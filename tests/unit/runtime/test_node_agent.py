@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import manifest_key
+from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, encode_manifest, manifest_root
 from dcr.protocol.messages import (
@@ -54,7 +55,9 @@ class Led:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.file = folder / "run" / "record.db"
         control, delivery = f"sqlite://{self.file}", f"file://{folder}/payloads"
-        self.control, self.delivery = open_control_plane(control), open_delivery(delivery)
+        self.control = open_control_plane(control)
+        secret = record_secret(load_or_create_secret(secret_path(control)), "default")
+        self.delivery = SealedDelivery(open_delivery(delivery), secret)
         self.policy = Policy()
         self.source = TorchSource(self.policy)
         digest = self.source.baseline_digest
@@ -64,7 +67,7 @@ class Led:
         self.model = Served()
         self.model.load_weights(self.old.items())
         self.heard: queue.Queue[object] = queue.Queue()
-        self.hub = Hub(record_secret(load_or_create_secret(secret_path(control)), "default"), self._on_event)
+        self.hub = Hub(secret, self._on_event)
         register_leader(self.control, "default", self.hub.address)
         self.engine = TorchEngine(self.model, name="a", checkpoint=folder, gate_wait_s=WAIT_S)
         settings = {"record_poll_s": 0.05, **settings}

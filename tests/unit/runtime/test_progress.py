@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dcr.delivery.sealed import SEAL_BYTES
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Acknowledged, OpenApply, Prepare, Prepared, Refuse
 from dcr.runtime.progress import EngineStatus
@@ -67,7 +68,7 @@ def test_a_gate_that_is_closed_for_a_transition_names_it_and_the_log_tells_its_t
     assert "engine a prepares epoch 1: a transition is being applied: version 0 -> 1, relative" in said
     assert re.search(r"engine a: gate closed, after \d+ ms of draining", said)
     assert "engine a prepared epoch 1" in said
-    assert f"engine a applied epoch 1: {sum(p.stat().st_size for p in payloads)} bytes in " in said
+    assert f"engine a applied epoch 1: {sum(p.stat().st_size - SEAL_BYTES for p in payloads)} bytes in " in said
     (shut_ms,) = re.findall(r"engine a serves version 1; its gate was closed for (\d+) ms", said)
     lasted = since(status(at)) - since(closed)
     assert abs(int(shut_ms) - lasted / timedelta(milliseconds=1)) <= 2
