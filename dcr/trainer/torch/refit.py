@@ -53,8 +53,8 @@ class RefitReport:
         payloads: number of payloads.
         payload_bytes: their size.
         wall_s: the whole push, on this rank.
-        stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, for how
-            long detection waited for encoding and the store.  Stages run at the same time.
+        stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, for
+            how long detection waited for encoding and the store.  Stages run at the same time.
         layers: elements changed and in all, by layer in reading order, unchanged layers too, and what is beyond 256
             layers as OTHER_LAYERS.  Empty if kind is dense, for such an attempt compares nothing, or unknown.
             ``TrainerRefit.changes`` has this rank's share by tensor.
