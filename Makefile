@@ -1,6 +1,8 @@
 BIN := .venv/bin
 START := $(shell date +%s)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+# What starts processes and engines of its own wants the machine for itself.
+SLOW := tests/faults tests/integration
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-long traces bench lint clean
@@ -19,7 +21,8 @@ lint: install ## ruff check, ruff format --check, mypy
 	$(LINT)
 
 test: install ## lint, and every test that is not marked long
-	@($(LINT) && $(BIN)/pytest -m "not long"); status=$$?; \
+	@($(LINT) && $(BIN)/pytest -m "not long" -n 2 --dist loadfile $(SLOW:%=--ignore=%) \
+	&& $(BIN)/pytest -m "not long" $(SLOW)); status=$$?; \
 	echo "make test: $$(( $$(date +%s) - $(START) )) s"; exit $$status
 
 test-long: install ## the tests marked long

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dcr.cli import inspect, spec, verify
+from dcr.cli import certs, inspect, spec, verify
 from dcr.protocol.errors import DcrError
 
 FAILED = 1
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="`dcr COMMAND --help` explains a command.",
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    certs.add(commands)
     inspect.add(commands)
     spec.add(commands)
     verify.add(commands)

@@ -1,0 +1,1 @@
+"""Payloads over TCP: from owners to one rollout node each, and from there along a tree (docs/relay.md)."""

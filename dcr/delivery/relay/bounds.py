@@ -1,0 +1,45 @@
+"""Every bound of the relay."""
+
+from dataclasses import dataclass
+
+from dcr.protocol.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Sizes in bytes, times in seconds.
+
+    Attributes:
+        connections: most connections from one process to one peer; each carries one object at a time.
+        fan_out: how many others a node passes an object on to.
+        relay_bytes_max: objects that a node holds until its engines have taken them.
+        object_bytes_max: largest object.
+        accepted_max: connections that a node accepts at once.
+        connect_timeout_s: from the first packet to the end of the greetings.
+        heartbeat_s: how often a peer that is still at work says so.
+        peer_timeout_s: a peer that neither takes nor says anything for so long is lost.
+        room_timeout_s: how long an object waits for room on a node.
+        object_timeout_s: an object's whole way through its tree.
+        idle_timeout_s: a connection without an object is closed after so long.
+    """
+
+    connections: int = 8
+    fan_out: int = 4
+    relay_bytes_max: int = 4 << 30
+    object_bytes_max: int = (256 << 20) + 4096
+    accepted_max: int = 512
+    connect_timeout_s: float = 5.0
+    heartbeat_s: float = 1.0
+    peer_timeout_s: float = 10.0
+    room_timeout_s: float = 60.0
+    object_timeout_s: float = 300.0
+    idle_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise RefusedError(f"relay: {name} is {value}, it must be positive")
+        if self.peer_timeout_s < 2 * self.heartbeat_s:
+            raise RefusedError("relay: peer_timeout_s must be at least twice heartbeat_s, or live peers are lost")
+        if self.connections > 64:  # noqa: PLR2004 - threads of this process
+            raise RefusedError(f"relay: {self.connections} connections to one peer, at most 64")
