@@ -1,14 +1,12 @@
 """`dcr verify`: that every serving engine holds what the trainer has committed, bit for bit."""
 
 import argparse
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from dcr.cli.report import say
-from dcr.control_plane.address import open_control_plane
+from dcr.control_plane.address import control_file, open_control_plane
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.messages import ContentsCompared
 from dcr.runtime.operator import verify
@@ -63,14 +61,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DcrError: nobody could be asked.
     """
-    file = Path(unquote(urlsplit(options.control).path))
-    if not file.exists():  # and is not made, as it would be for a trainer
+    file = control_file(options.control)
+    if not file.is_file():  # and is not made, as it would be for a trainer
         raise RefusedError(
             f"control plane {options.control!r}: there is no {file}; give the address that trainer and nodes have"
         )
-    secret = load_or_create_secret(secret_path(options.control))
-    control = open_control_plane(options.control)
+    control = open_control_plane(options.control)  # first: beside what is no record there is no secret to make
     try:
+        secret = load_or_create_secret(secret_path(options.control))
         engines: list[ContentsCompared] = []
         version = 0
         for answer in verify(

@@ -1,5 +1,6 @@
 """From an address in the configuration to a control plane."""
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -21,15 +22,26 @@ def open_control_plane(address: str, settings: ControlPlaneSettings = _DEFAULT) 
         RefusedError: an address of another form, or a file that is not this version's record.
         ControlPlaneUnavailableError: the file cannot be used.
     """
-    parts = urlsplit(address)
-    path = Path(unquote(parts.path))
+    return SqliteControlPlane(control_file(address), settings)
+
+
+def control_file(address: str) -> Path:
+    """The file that an address names, whether or not it is there; RefusedError for an address of another form."""
+    refused = RefusedError(f"control plane address {address!r}: must be of the form sqlite:///absolute/path.db")
+    try:
+        parts = urlsplit(address)
+        path = Path(unquote(parts.path))
+        named = os.fsencode(path)
+    except ValueError as error:  # a bracket without its pair, or what is no text
+        raise refused from error
     if (
         parts.scheme != "sqlite"
         or parts.netloc
         or parts.query
         or parts.fragment
+        or b"\0" in named
         or not path.name
         or not path.is_absolute()
     ):
-        raise RefusedError(f"control plane address {address!r}: must be of the form sqlite:///absolute/path.db")
-    return SqliteControlPlane(path, settings)
+        raise refused
+    return path

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 
+from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import Item, TensorSpec
 from dcr.protocol.errors import RefusedError
 
 ITEM_BYTES = 128
 """Allowed for an item's header beside its name."""
+_DIMENSION_BYTES = 9
+_HEADER_BYTES = DEFAULT_LIMITS.header_bytes_max - (1 << 16)
+"""For the headers of a payload's items; the rest is for identity, base and streams."""
 
 
 def entry_bytes(spec: TensorSpec) -> int:
@@ -22,7 +26,8 @@ def item_bytes(spec: TensorSpec) -> int:
 def pack(items: Iterable[Item], bucket_bytes: int) -> Iterator[list[Item]]:
     """Fill buckets with items in order, cutting items between entries where a bucket is full.
 
-    Only one bucket and the current item are held.  An item without entries is left out.
+    Only one bucket and the current item are held.  An item without entries is left out.  No bucket has more items, or
+    more of them in its header, than a receiver takes by default, however many tensors a model has.
 
     Args:
         items: taken one by one, as buckets are asked for.
@@ -39,18 +44,21 @@ def pack(items: Iterable[Item], bucket_bytes: int) -> Iterator[list[Item]]:
 
 def _pack(items: Iterable[Item], bucket_bytes: int) -> Iterator[list[Item]]:
     bucket: list[Item] = []
-    free = bucket_bytes
+    free, header = bucket_bytes, 0
     for item in items:
+        described = item_bytes(item.spec) + _DIMENSION_BYTES * len(item.spec.shape)
         start = 0
         while start < item.entries:
             fitting = (free - item_bytes(item.spec)) // entry_bytes(item.spec)
-            if fitting < 1 and bucket:
+            full = fitting < 1 or len(bucket) == DEFAULT_LIMITS.items_max or header + described > _HEADER_BYTES
+            if full and bucket:
                 yield bucket
-                bucket, free = [], bucket_bytes
+                bucket, free, header = [], bucket_bytes, 0
                 continue
             count = min(max(fitting, 1), item.entries - start)
             bucket.append(item if count == item.entries else _cut(item, start, count))
             free -= item_bytes(item.spec) + count * entry_bytes(item.spec)
+            header += described
             start += count
     if bucket:
         yield bucket

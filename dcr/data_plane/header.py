@@ -41,7 +41,10 @@ class Limits:
     items_max: int = 1 << 16
     entries_max: int = 1 << 26
     decoded_bytes_max: int = 1 << 30
-    """All streams decompressed, and 8 bytes of index and the bytes of the value for every entry."""
+    """All streams decompressed, and 8 bytes of index and the bytes of the value for every entry.
+
+    Decoding takes at most twice as much for a while, for a refused payload too (numba kernels).
+    """
 
 
 DEFAULT_LIMITS = Limits()

@@ -1,5 +1,6 @@
 """Which elements the payloads of one epoch change: owners never overlap, for the order would decide (DESIGN D7)."""
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,6 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcr.data_plane.item import Item
+
+_RUN_BYTES = 256
+"""What a run takes beside its offsets, about; the first one of a tensor does not count."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +43,32 @@ class _Tensor:
 
     numel: int
     runs: list[_Run] = field(default_factory=list)
-    """While their ranges do not meet, and together they are smaller than a map."""
+    """In order, while their ranges do not meet, and together they are smaller than a map."""
+    nbytes: int = 0
     bitmap: npt.NDArray[np.uint64] | None = None
 
     def add(self, indices: npt.NDArray[np.int64]) -> bool:
         """Note elements; False if one of them was noted before."""
         if self.bitmap is None:
             run = _Run.of(indices)
-            apart = not any(other.low <= run.high and run.low <= other.high for other in self.runs)
-            listed = sum(r.offsets.nbytes for r in (*self.runs, run) if r.offsets is not None)
-            if apart and listed <= self.numel // 8:
-                self.runs.append(run)
+            at = bisect.bisect(self.runs, run.low, key=_low)  # a payload may have 65,536 items of one tensor
+            apart = (at == 0 or self.runs[at - 1].high < run.low) and (
+                at == len(self.runs) or run.high < self.runs[at].low
+            )
+            listed = self.nbytes + (0 if run.offsets is None else run.offsets.nbytes)
+            if apart and listed + _RUN_BYTES * len(self.runs) <= self.numel // 8:
+                self.runs.insert(at, run)
+                self.nbytes = listed
                 return True
             self.bitmap = np.zeros(-(-self.numel // 64), np.uint64)
             for other in self.runs:
                 _mark(self.bitmap, other.indices)
-            self.runs = []
+            self.runs, self.nbytes = [], self.bitmap.nbytes
         return _mark(self.bitmap, indices)
+
+
+def _low(run: _Run) -> int:
+    return run.low
 
 
 def _mark(bitmap: npt.NDArray[np.uint64], indices: npt.NDArray[np.int64]) -> bool:
@@ -99,5 +112,4 @@ class TouchedElements:
     @property
     def nbytes(self) -> int:
         """Bytes held for entries."""
-        runs = sum(r.offsets.nbytes for t in self._tensors.values() for r in t.runs if r.offsets is not None)
-        return runs + sum(t.bitmap.nbytes for t in self._tensors.values() if t.bitmap is not None)
+        return sum(tensor.nbytes for tensor in self._tensors.values())

@@ -1,5 +1,6 @@
 """From an address in the configuration to a delivery."""
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -18,15 +19,21 @@ def open_delivery(address: str) -> Delivery:
         RefusedError: an address of another form.
         DeliveryError: the folder cannot be used.
     """
-    parts = urlsplit(address)
-    path = Path(unquote(parts.path))
+    refused = RefusedError(f"delivery address {address!r}: must be of the form file:///absolute/folder")
+    try:
+        parts = urlsplit(address)
+        path = Path(unquote(parts.path))
+        named = os.fsencode(path)
+    except ValueError as error:  # a bracket without its pair, or what is no text
+        raise refused from error
     if (
         parts.scheme != "file"
         or parts.netloc
         or parts.query
         or parts.fragment
+        or b"\0" in named
         or not path.name
         or not path.is_absolute()
     ):
-        raise RefusedError(f"delivery address {address!r}: must be of the form file:///absolute/folder")
+        raise refused
     return FolderDelivery(path)

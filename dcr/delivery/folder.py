@@ -19,6 +19,9 @@ from dcr.delivery.interface import DeliveryConflictError, DeliveryError, check_k
 from dcr.protocol.errors import RefusedError
 
 _STAGE_TRIES_MAX = 16
+_DELETE_TRIES_MAX = 16
+_OURS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""To open what may be anything: opening a pipe would wait for its writer."""
 
 
 class FolderDelivery:
@@ -65,8 +68,7 @@ class FolderDelivery:
         check_key(key)
         with self._errors(f"reading {key}"):
             try:
-                # Without waiting: opening a pipe would wait for its writer.
-                descriptor = os.open(self._root / key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                descriptor = os.open(self._root / key, _OURS)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             status = os.fstat(descriptor)
@@ -87,8 +89,11 @@ class FolderDelivery:
         check_prefix(prefix)
         with self._errors(f"deleting {prefix}"):
             folder = self._root / prefix
-            if folder.is_dir():
-                shutil.rmtree(folder)
+            for _ in range(_DELETE_TRIES_MAX):
+                if not folder.is_dir():
+                    break
+                with contextlib.suppress(FileNotFoundError):  # another process deletes there, too
+                    shutil.rmtree(folder)
             self._sweep_staging()
 
     def keys(self, prefix: str) -> list[str]:
@@ -96,7 +101,7 @@ class FolderDelivery:
         check_prefix(prefix)
         found = []
         with self._errors(f"listing {prefix}"):
-            for folder, _, files in os.walk(self._root / prefix):
+            for folder, _, files in os.walk(self._root / prefix, onerror=_unless_gone):
                 found += [str(Path(folder, file).relative_to(self._root)) for file in files]
         return sorted(found)
 
@@ -125,7 +130,9 @@ class FolderDelivery:
     def _sweep_staging(self) -> None:
         for path in self._staging.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY)
+                if not stat.S_ISREG(path.lstat().st_mode):
+                    continue  # none of ours
+                descriptor = os.open(path, _OURS)
                 try:
                     if _lock(descriptor):
                         path.unlink()
@@ -152,7 +159,14 @@ class FolderDelivery:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             advice = "free some space or raise the quota" if full else "check the folder and its permissions"
-            raise DeliveryError(f"delivery folder {self._root}: {stage}: {error.strerror}; {advice}") from error
+            why = error.strerror or error
+            raise DeliveryError(f"delivery folder {self._root}: {stage}: {why}; {advice}") from error
+
+
+def _unless_gone(error: OSError) -> None:
+    """A folder that another process has deleted meanwhile has no keys; one that cannot be read may have some."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _lock(descriptor: int) -> bool:

@@ -5,7 +5,6 @@ constant must be in here.  Integers are int64, positions in memory uint64, and t
 floating-point numbers of them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numba as nb
@@ -14,20 +13,13 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from dcr.data_plane.kernels.code_cache import compiled as _compiled
+
 _FAR = np.int64(1 << 62)
 AHEAD = np.int64(64)
 """Entries ahead whose places in memory are asked for: the processor looks on for half as many by itself."""
 SET, XOR, ADD = 0, 1, 2
 """As :attr:`dcr.data_plane.kernels.records.Records.numbers` has them, which may not be read from here."""
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile at the first call, or take what an earlier process compiled from this very file for this processor."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return nb.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in
-        return nb.njit(**options)(function)
 
 
 _inlined = nb.njit(nogil=True, error_model="numpy", inline="always")

@@ -8,7 +8,6 @@ constant must be in here.  Everything is unsigned: signed positions would cost a
 end, and a signed number that meets an unsigned one becomes a floating-point number.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numba as nb
@@ -16,6 +15,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
+
+from dcr.data_plane.kernels.code_cache import compiled as _compiled
 
 U = np.uint64
 U0, U1, U2, U3, U4, U15 = U(0), U(1), U(2), U(3), U(4), U(15)
@@ -27,15 +28,6 @@ BAD = U(0xFFFFFFFFFFFFFFFF)
 BLOCK = U(64)
 """Bytes or entries read together; slices of an item's values begin at multiples of it."""
 _INT64 = ir.IntType(64)
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile at the first call, or take what an earlier process compiled from this very file for this processor."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return nb.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in
-        return nb.njit(**options)(function)
 
 
 _inlined = nb.njit(nogil=True, error_model="numpy", inline="always")

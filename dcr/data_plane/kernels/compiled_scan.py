@@ -9,7 +9,6 @@ constant must be in here.  Everything is unsigned: signed positions would cost a
 end, and a signed number that meets an unsigned one becomes a floating-point number.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numba as nb
@@ -18,6 +17,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+from dcr.data_plane.kernels.code_cache import compiled as _compiled
 
 U = np.uint64
 U0, U1 = U(0), U(1)
@@ -32,15 +33,6 @@ _REGISTER_BITS = 512
 _FEW = 8
 """Positions that are widened at a time."""
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compile at the first call, or take what an earlier process compiled from this very file for this processor."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        return nb.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to keep it in
-        return nb.njit(**options)(function)
 
 
 _inlined = nb.njit(nogil=True, error_model="numpy", inline="always")

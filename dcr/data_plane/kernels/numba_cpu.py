@@ -4,9 +4,7 @@ The threads are ours, not those of numba's parallel mode: that ends the process 
 under its default layer, and a process may hold several ranks.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +16,7 @@ from dcr.data_plane.kernels import compiled
 from dcr.data_plane.kernels.box_table import BoxTable, Ints
 from dcr.data_plane.kernels.interface import BoxContent
 from dcr.data_plane.kernels.records import Records
+from dcr.data_plane.kernels.threads import Threads
 
 T = TypeVar("T")
 
@@ -35,8 +34,7 @@ class NumbaKernels:
     """
 
     def __init__(self, threads: int = 0) -> None:
-        self._threads = threads or len(os.sched_getaffinity(0))
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dcr-kernels")
+        self._threads = Threads("dcr-kernels", threads)
 
     def first_disordered(self, table: BoxTable, records: Records) -> int | None:
         """See :meth:`Kernels.first_disordered`."""
@@ -97,8 +95,6 @@ class NumbaKernels:
     def _over(self, ends: Ints, work: Callable[[int, int], T]) -> list[T]:
         """What ``work`` gives for slices of what ``ends`` counts through; every thread gets as many entries."""
         total = int(ends[-1]) if ends.size else 0
-        slices = min(-(-total // _GRAIN), self._threads * _SLICES if self._threads > 1 else 1)
+        slices = min(-(-total // _GRAIN), self._threads.count * _SLICES if self._threads.count > 1 else 1)
         spans = [(total * k // slices, total * (k + 1) // slices) for k in range(slices)]
-        if len(spans) <= 1:
-            return [work(*span) for span in spans]
-        return list(self._pool.map(lambda span: work(*span), spans))
+        return self._threads.map(lambda span: work(*span), spans)

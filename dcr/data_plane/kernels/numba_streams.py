@@ -6,9 +6,7 @@ streams is written apart and joined, or counted first where it is read, so that 
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,8 +22,9 @@ from dcr.data_plane.kernels import compiled_reading as reading
 from dcr.data_plane.kernels import compiled_scan as scan
 from dcr.data_plane.kernels import compiled_streams as compiled
 from dcr.data_plane.kernels.stream_kernels import A, B, Difference, TorchStreamKernels
+from dcr.data_plane.kernels.threads import Threads
 from dcr.data_plane.streams import BYTE_ESCAPE, GO_ON, LONG_GAP_MIN, encode_streams, low_count
-from dcr.protocol.errors import DcrError
+from dcr.protocol.errors import CorruptPayloadError, DcrError
 
 Words = npt.NDArray[Any]  # of some unsigned width
 Span = tuple[int, int]
@@ -43,6 +42,8 @@ _HALF = 15
 """The most that half a byte holds."""
 _PIECE = 1 << 15
 """Entries written or read before they go into the digest: 256 KiB of indices, a multiple of a block."""
+_TOLD_MAX = 1 << 18
+"""Entries of an item whose refusal is explained to the byte."""
 _NOTHING = np.empty(0, np.uint8)
 _REFERENCE = TorchStreamKernels()
 
@@ -55,13 +56,12 @@ class NumbaStreamKernels:
     """
 
     def __init__(self, threads: int = 0) -> None:
-        self._threads = threads or len(os.sched_getaffinity(0))
-        self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), thread_name_prefix="dcr-streams")
+        self._threads = Threads("dcr-streams", threads)
 
     def differences(self, old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Difference:
         """See :meth:`StreamKernels.differences`."""
         ours, theirs = _words(old), _words(new)
-        found = self._map(lambda span: _differences(ours, theirs, start, *span), self._cuts(ours.size))
+        found = self._threads.map(lambda span: _differences(ours, theirs, start, *span), self._cuts(ours.size))
         positions, before, after = (_joined(part) for part in zip(*found, strict=True))
         return Difference(torch.from_numpy(positions.view(np.int64)), _bits(before, old.dtype), _bits(after, old.dtype))
 
@@ -75,7 +75,7 @@ class NumbaStreamKernels:
             compiled.digest(places[slice(*span)], words[slice(*span)], keys, totals)
             return [int(total) for total in totals]
 
-        parts = self._map(work, self._cuts(places.size))
+        parts = self._threads.map(work, self._cuts(places.size))
         high, upper, lower = (sum(column) for column in zip(*parts, strict=True))
         return ContentDigest(((high << 64) + (upper << 32) + lower) % (1 << 128))
 
@@ -106,17 +106,14 @@ class NumbaStreamKernels:
         indices = self._read_gaps(spec, entries, written, digest)
         values = None if indices is None else self._read_values(spec, operation, entries, written)
         if indices is None or values is None:
-            item = _REFERENCE.decode(spec, operation, entries, written)[0]
-            raise DcrError(
-                f"the compiled kernels refuse what the reference reads in item {item.spec.name}: report this"
-            )
+            _unreadable(spec, operation, entries, written, "indices" if indices is None else "values")
         digest.add(values)
         bits = _bits(values, bits_dtype(spec.dtype))
         return Item(spec, operation, torch.from_numpy(indices.view(np.int64)), bits), digest.bytes()
 
     def each(self, work: Callable[[A], B], things: Sequence[A], sizes: Sequence[int]) -> list[B]:
         """See :meth:`StreamKernels.each`."""
-        share = max(sum(sizes) // (self._threads * _SLICES), _GRAIN)
+        share = max(sum(sizes) // (self._threads.count * _SLICES), _GRAIN)
         groups: list[list[A]] = [[]]
         filled = 0
         for thing, size in zip(things, sizes, strict=True):
@@ -125,34 +122,19 @@ class NumbaStreamKernels:
                 filled = 0
             groups[-1].append(thing)
             filled += size
-        return [result for results in self._map(lambda group: [work(t) for t in group], groups) for result in results]
+        return [
+            result
+            for results in self._threads.map(lambda group: [work(t) for t in group], groups)
+            for result in results
+        ]
 
     def _cuts(self, total: int) -> list[Span]:
         """Slices of what is counted from 0 up to ``total``, at multiples of a block; at least one."""
-        if self._threads == 1 or total <= _GRAIN:
+        if self._threads.count == 1 or total <= _GRAIN:
             return [(0, total)]
-        slices = min(-(-total // _GRAIN), self._threads * _SLICES)
+        slices = min(-(-total // _GRAIN), self._threads.count * _SLICES)
         bounds = [*(total * k // slices // _BLOCK * _BLOCK for k in range(slices)), total]
         return list(itertools.pairwise(bounds))
-
-    def _map(self, work: Callable[[A], B], things: Sequence[A]) -> list[B]:
-        """What ``work`` gives for each thing.
-
-        The calling thread takes from the end what no other has begun, so work may itself call this: nobody waits for
-        what has not begun.
-        """
-        if len(things) == 1 or self._threads == 1:
-            return [work(thing) for thing in things]
-        futures = [self._pool.submit(work, thing) for thing in things]
-        try:
-            results = [
-                work(thing) if future.cancel() else future.result()
-                for thing, future in zip(reversed(things), reversed(futures), strict=True)
-            ]
-        finally:
-            for future in futures:
-                future.cancel()
-        return results[::-1]
 
     def _write_gaps(
         self, spec: TensorSpec, indices: Words, digest: "EntryDigest"
@@ -179,7 +161,7 @@ class NumbaStreamKernels:
             compiled.survey(indices, np.uint64(span[0]), np.uint64(span[1]), counts)
             return counts
 
-        counts = sum(self._map(work, self._cuts(indices.size)), np.zeros(3, np.uint64))
+        counts = sum(self._threads.map(work, self._cuts(indices.size)), np.zeros(3, np.uint64))
         return low_count([int(count) for count in counts], indices.size)
 
     def _write_gaps_in(
@@ -210,7 +192,7 @@ class NumbaStreamKernels:
             found = [work(cuts[0])]
         else:
             # The digest goes through all entries in order, so it is one more slice beside the others.
-            *found, _ = self._map(lambda span: work(span) if span else digest.add(indices), [*cuts, None])
+            *found, _ = self._threads.map(lambda span: work(span) if span else digest.add(indices), [*cuts, None])
         parts = [part for part in found if part is not None]
         if len(parts) < len(found):
             return None
@@ -230,7 +212,7 @@ class NumbaStreamKernels:
                 return None
             return escapes[: ends[0]], words[: ends[1]]
 
-        found = self._map(work, self._cuts(values.size))
+        found = self._threads.map(work, self._cuts(values.size))
         parts = [part for part in found if part is not None]
         if len(parts) < len(found):
             return None
@@ -267,13 +249,13 @@ class NumbaStreamKernels:
         if len(spans) == 1:
             return indices if work(spans[0]) else None
         slices = [(int(span[4]), int(span[5])) for span in spans]
-        if not all(self._map(work, spans)):
+        if not all(self._threads.map(work, spans)):
             return None
         bases = [0, *itertools.accumulate(int(span[6]) for span in spans)]
         if bases[-1] > spec.numel:
             return None
         moves = [(*span, base) for span, base in zip(slices, bases, strict=False) if base]
-        self._map(lambda move: reading.move_on(indices, *map(np.uint64, move)), moves)
+        self._threads.map(lambda move: reading.move_on(indices, *map(np.uint64, move)), moves)
         digest.add(indices)
         return indices
 
@@ -290,7 +272,7 @@ class NumbaStreamKernels:
             reading.count_gaps(gaps, np.uint64(span[0]), np.uint64(span[1]), counts)
             return counts
 
-        counts = np.cumsum([np.zeros(2, np.uint64), *self._map(work, slices)], axis=0)
+        counts = np.cumsum([np.zeros(2, np.uint64), *self._threads.map(work, slices)], axis=0)
         if counts[-1].tolist() != [entries, long_gaps]:
             return None
         return [
@@ -327,7 +309,7 @@ class NumbaStreamKernels:
             span = np.array([0, values.size, 0, escapes.size, 0], np.uint64)
             good = reading.read_codes(nibbles, escapes, words, span, adds, most, values)
             return bool(good) and int(span[4]) == words.size
-        counted = self._map(lambda s: int(reading.count_codes(nibbles, *map(np.uint64, s))), slices[:-1])
+        counted = self._threads.map(lambda s: int(reading.count_codes(nibbles, *map(np.uint64, s))), slices[:-1])
         starts = [0, *itertools.accumulate(counted)]
         if max(starts) > escapes.size:
             return False
@@ -340,7 +322,7 @@ class NumbaStreamKernels:
             span = np.array([*slices[k], *starts[k : k + 2], long_codes[k]], np.uint64)
             return bool(reading.read_codes(nibbles, escapes, words, span, adds, most, values))
 
-        return all(self._map(work, range(len(slices)))) and long_codes[-1] == words.size
+        return all(self._threads.map(work, range(len(slices)))) and long_codes[-1] == words.size
 
 
 class EntryDigest:
@@ -405,6 +387,14 @@ def _gap_end(gaps: Bytes, at: int) -> int:
 def _refused(item: Item) -> NoReturn:
     encode_streams(item, 0)  # says why
     raise DcrError(f"the compiled kernels refuse item {item.spec.name}, the reference does not: report this")
+
+
+def _unreadable(spec: TensorSpec, operation: Operation, entries: int, written: ItemBytes, what: str) -> NoReturn:
+    """Says why, as the reference does; not for a large item, of which that takes many times the memory."""
+    if entries > _TOLD_MAX:
+        raise CorruptPayloadError(f"item {spec.name}: its {what} are not written as the format asks")
+    item = _REFERENCE.decode(spec, operation, entries, written)[0]
+    raise DcrError(f"the compiled kernels refuse what the reference reads in item {item.spec.name}: report this")
 
 
 def _planes(words: Words, width: int, *, rotate: bool) -> tuple[Bytes, ...]:

@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr.data_plane.bucket import pack
+from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.payload import encode_payload, read_header
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.identity import Base, Kind, PayloadIdentity
 
 
 def make(name, n, dtype=torch.bfloat16):
@@ -91,3 +94,15 @@ def test_nothing_gives_nothing():
 def test_a_size_of_zero_is_refused_at_once():
     with pytest.raises(RefusedError, match="bucket_bytes is 0"):
         pack([], 0)
+
+
+def test_a_bucket_has_no_more_items_or_header_than_a_receiver_takes():
+    """A model of 256 experts a layer, with a scale beside each weight, has more tensors than that."""
+    one, most = make("model.layers.3.experts.7.weight_scale_inv", 1), DEFAULT_LIMITS.items_max
+    assert [len(b) for b in pack([one] * (most + 5), 128 << 20)] == [most, 5]
+    names = ["é" * 1000 + str(k) for k in range(9000)]
+    specs = [TensorSpec(name, (1,) * 31 + (4,), torch.bfloat16) for name in names]
+    long = [Item(spec, one.operation, one.indices, one.values) for spec in specs]
+    first, second = pack(long, 128 << 20)
+    assert [i.spec for i in (*first, *second)] == specs
+    read_header(encode_payload(PayloadIdentity("r", 1, 1, "o", 1, 0), Base(Kind.DENSE, 0, "", "c"), first))

@@ -1,5 +1,7 @@
 """Elements that two payloads of an epoch name, against plain sets."""
 
+import time
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -70,3 +72,14 @@ def test_what_is_held_follows_the_entries_and_never_exceeds_a_bit_an_element(num
     assert even.nbytes == numel // 8
     assert even.add([item("a", numel, [numel - 1])]) == "a"
     assert even.add([item("a", numel, [numel - 4])]) == ""
+
+
+def test_items_by_the_ten_thousand_take_no_time_or_memory_each():
+    """A payload may cut one tensor into as many items as it has entries."""
+    numel, count = 1 << 24, 20_000
+    touched, started = TouchedElements(), time.process_time()
+    for start in range(0, 4 * count, 4):
+        assert touched.add([item("a", numel, [start])]) == ""
+    assert time.process_time() - started < 6  # compared with one another they take minutes
+    assert touched.add([item("a", numel, [4 * count - 4])]) == "a"
+    assert touched.nbytes <= numel // 8

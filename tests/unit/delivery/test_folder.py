@@ -1,12 +1,16 @@
 import os
+import resource
+import signal
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr.delivery.address import open_delivery
+from dcr.delivery.folder import FolderDelivery
 from dcr.delivery.interface import (
     DeliveryConflictError,
     DeliveryError,
@@ -19,6 +23,7 @@ from dcr.delivery.interface import (
 )
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity
+from dcr.runtime.secret_path import secret_path
 
 
 @pytest.fixture
@@ -203,7 +208,65 @@ def test_a_folder_that_went_away_is_named(delivery, root):
     assert not root.exists()
 
 
-@pytest.mark.parametrize("address", ["file:relative", "file://host/x", "file:///", "s3://b", "/x", "file:///x?y"])
+def test_what_others_left_in_the_staging_folder_is_left_alone(root):
+    """A pipe would make whoever opens it wait for a writer."""
+    FolderDelivery(root)
+    staging = root / ".staging"
+    os.mkfifo(staging / "pipe")
+    (staging / "folder").mkdir()
+    (staging / "link").symlink_to("link")
+    (staging / "left").write_bytes(b"by a process that died")
+    FolderDelivery(root).put("a", b"x")
+    assert sorted(p.name for p in staging.iterdir()) == ["folder", "link", "pipe"]
+
+
+def test_two_processes_may_delete_at_once(delivery, root):
+    for k in range(300):
+        (root / f"a/{k}").mkdir(parents=True)
+        (root / f"a/{k}/x").write_bytes(b"x")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: FolderDelivery(root).delete_prefix("a/"), range(4)))
+    assert delivery.keys("a/") == []
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(delivery, root):
+    """A limit on the size of files is the nearest to a full disk that everybody can have."""
+    limit, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(DeliveryError, match=r"storing a .5000 bytes.*free some space"):
+            delivery.put("a", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert delivery.get("a", 5000) is None
+    assert list((root / ".staging").iterdir()) == []
+    delivery.put("a", bytes(5000))
+
+
+def test_what_cannot_be_deleted_is_named(delivery, root, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (root / "a").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DeliveryError, match=r"deleting a/: .*symbolic link"):
+        delivery.delete_prefix("a/")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "file:relative",
+        "file://host/x",
+        "file:///",
+        "s3://b",
+        "/x",
+        "file:///x?y",
+        "file://[x",
+        "file:///x%00y",
+        "file:///\ud800",
+    ],
+)
 def test_other_addresses_are_refused(address):
     with pytest.raises(RefusedError, match="file:///absolute"):
         open_delivery(address)
+    with pytest.raises(RefusedError, match="sqlite:///absolute"):
+        secret_path(address.replace("file", "sqlite"))
