@@ -11,6 +11,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcr.data_plane.bits import dtype_of
 from dcr.data_plane.header import Limits
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.payload import decode_payload, encode_payload, payload_digest, read_header
@@ -222,3 +223,10 @@ def test_a_skipped_item_is_checked_but_for_its_entries():
 
     with pytest.raises(CorruptPayloadError):
         decode_payload(rebuild(data, longer), skip=skip)
+
+
+def test_dtypes_are_those_of_the_page():
+    assert {name: dtype_of(name).itemsize for name in wire_reader.WIDTHS} == wire_reader.WIDTHS
+    with pytest.raises(RefusedError) as refused:
+        dtype_of("complex64")
+    assert str(refused.value).endswith(f"supported: {', '.join(sorted(wire_reader.WIDTHS))}")

@@ -6,7 +6,13 @@ import msgspec
 import xxhash
 import zstandard
 
-WIDTHS = {"uint8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8}
+NAMES = {
+    1: "bool float8_e4m3fn float8_e5m2 float8_e8m0fnu int8 uint8",
+    2: "bfloat16 float16 int16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64 uint64",
+}
+WIDTHS = {name: width for width, names in NAMES.items() for name in names.split()}
 
 
 def read(data: bytes):
