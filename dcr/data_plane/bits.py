@@ -1,5 +1,7 @@
 """Stored bits: tensors seen as integers of their own width, so that NaN payloads and -0.0 are bits like any others."""
 
+from collections.abc import Iterator
+
 import torch
 
 from dcr.protocol.errors import RefusedError
@@ -58,6 +60,35 @@ def bits_dtype(dtype: torch.dtype) -> torch.dtype:
 def bit_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage seen as integers of the same width; same shape, no copy."""
     return tensor.detach().view(bits_dtype(tensor.dtype))
+
+
+def flat_part(stored: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) in logical (row-major) order, flat; whatever the strides, no others are copied."""
+    if stored.is_contiguous():
+        return stored.view(-1)[start:stop]
+    row = stored.numel() // stored.shape[0]
+    first, end = start // row, -(-stop // row)
+    if end - first == 1:
+        return flat_part(stored[first], start - first * row, stop - first * row)
+    whole, beyond = -(-start // row), stop // row  # rows that are taken as a whole, and the one after them
+    parts = [stored[whole:beyond].reshape(-1)]
+    if first < whole:
+        parts.insert(0, flat_part(stored[first], start - first * row, row))
+    if beyond < end:
+        parts.append(flat_part(stored[beyond], 0, stop - beyond * row))
+    return torch.cat(parts)
+
+
+def row_chunks(tensor: torch.Tensor, most: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Elements of a tensor in order, flat, each chunk with its first position: whole rows where these are shorter."""
+    row = 1
+    for size in reversed(tensor.shape):
+        if row * size > most:
+            break
+        row *= size
+    step = most // row * row if row else most
+    for start in range(0, tensor.numel(), step):
+        yield start, flat_part(tensor, start, min(start + step, tensor.numel()))
 
 
 def unsigned(bits: torch.Tensor) -> torch.Tensor:

@@ -210,6 +210,12 @@ class IndexMap:
         return sum(box.numel for box in self.boxes)
 
     @cached_property
+    def source_bounds(self) -> tuple[int, int]:
+        """Lowest and highest source index; (0, -1) if there are no pairs."""
+        bounds = [box.source_bounds for box in self.boxes]
+        return min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=-1)
+
+    @cached_property
     def _ordered(self) -> tuple[tuple[Box, ...], torch.Tensor]:
         """Boxes by source offset, and their int64 source bounds [2, boxes]."""
         boxes = tuple(sorted(self.boxes, key=lambda box: box.source_offset))
@@ -316,9 +322,7 @@ def fit(source: torch.Tensor, target: torch.Tensor, *, boxes_max: int = BOXES_MA
         raise RefusedError("index map: indices must not be negative")
     if bool((source[1:] == source[:-1]).any()):
         raise RefusedError("index map: a source index occurs twice; only one-to-one maps have a fit")
-    table = _Table.of_pairs(source, target)
-    while (merged := table.merge()).rows < table.rows:
-        table = merged
+    table = _Table.of_pairs(source, target).merged()
     if table.rows > boxes_max:
         raise RefusedError(
             f"index map: {source.numel()} pairs need {table.rows} boxes, more than boxes_max = {boxes_max}; "
@@ -329,6 +333,24 @@ def fit(source: torch.Tensor, target: torch.Tensor, *, boxes_max: int = BOXES_MA
     assert torch.equal(expanded[0], source), "a fitted index map must hold exactly its sources"
     assert torch.equal(expanded[1], target), "a fitted index map must hold exactly its targets"
     return index_map
+
+
+def merge_boxes(boxes: Sequence[Box]) -> tuple[Box, ...]:
+    """Fewer boxes with the same pairs, where equal ones lie at constant distance.
+
+    Args:
+        boxes: that share no source and no target.
+    """
+    if not boxes:
+        return ()
+    dims = torch.zeros(3, max(len(box.sizes) for box in boxes), len(boxes), dtype=torch.int64)
+    dims[0] = 1
+    ordered = sorted(boxes, key=_box_key)
+    for row, box in enumerate(ordered):
+        columns = torch.tensor([box.sizes, box.source_strides, box.target_strides], dtype=torch.int64)
+        dims[:, : len(box.sizes), row] = columns.flip(1)
+    offsets = torch.tensor([[box.source_offset, box.target_offset] for box in ordered]).T.contiguous()
+    return _Table(offsets[0], offsets[1], dims).merged().boxes()
 
 
 @dataclass(frozen=True)
@@ -350,6 +372,13 @@ class _Table:
     @property
     def rows(self) -> int:
         return self.source.numel()
+
+    def merged(self) -> "_Table":
+        """As few rows as merging again and again leads to."""
+        table = self
+        while (fewer := table.merge()).rows < table.rows:
+            table = fewer
+        return table
 
     def merge(self) -> "_Table":
         """Merge rows of equal dims at constant distance, greedily in order of source, into one more dimension."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dcr.data_plane.bits import bit_view, bits_dtype
+from dcr.data_plane.bits import bit_view, bits_dtype, flat_part
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.kernels.stream_kernels import Difference
 from dcr.data_plane.staging import chunks_on
@@ -32,7 +32,7 @@ class Tracker:
         self._bits = torch.empty(live.numel(), dtype=bits_dtype(live.dtype))
         stored = bit_view(live.detach())
         for start, stop in self.chunks():
-            self._bits[start:stop] = _part(stored, start, stop)
+            self._bits[start:stop] = flat_part(stored, start, stop)
 
     @property
     def numel(self) -> int:
@@ -56,7 +56,7 @@ class Tracker:
         """
         stored = self._checked(live)
         for start, stop in self.chunks():
-            yield start, _part(stored, start, stop).clone()
+            yield start, flat_part(stored, start, stop).clone()
 
     def differences(self, live: torch.Tensor) -> Iterator[Difference]:
         """The changed elements, chunk by chunk in increasing position; chunks without any are left out.
@@ -70,7 +70,7 @@ class Tracker:
         stored = self._checked(live)
         kernels = stream_kernels([stored])
         for start, stop, old in chunks_on(stored.device, self._bits, tuple(self.chunks())):
-            found = kernels.differences(old, _part(stored, start, stop), start)
+            found = kernels.differences(old, flat_part(stored, start, stop), start)
             if found.positions.numel():
                 yield found
 
@@ -94,20 +94,3 @@ class Tracker:
                 f"{live.numel()} of {live.dtype}; rebuild the trainer's refit object after changing the model"
             )
         return bit_view(live.detach())
-
-
-def _part(stored: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) in logical (row-major) order, flat; whatever the strides, no others are copied."""
-    if stored.is_contiguous():
-        return stored.view(-1)[start:stop]
-    row = stored.numel() // stored.shape[0]
-    first, end = start // row, -(-stop // row)
-    if end - first == 1:
-        return _part(stored[first], start - first * row, stop - first * row)
-    whole, beyond = -(-start // row), stop // row  # rows that are taken as a whole, and the one after them
-    parts = [stored[whole:beyond].reshape(-1)]
-    if first < whole:
-        parts.insert(0, _part(stored[first], start - first * row, row))
-    if beyond < end:
-        parts.append(_part(stored[beyond], 0, stop - beyond * row))
-    return torch.cat(parts)

@@ -7,28 +7,37 @@ through gather and save path, must come out where the maps say.
 
 Sources go through the save path one at a time where it allows: a first run over the whole state dict, with each tensor
 a single stored number seen at full shape, shows which sources meet in a canonical tensor; those form one group.  That
-run needs no memory unless the save path copies.  Learning a group needs 10 to 14 int64 an element of the group, full
-size and on every rank, in host memory (bench/memory.py).
+run needs no memory unless the save path copies, and then 2 bytes an element of all that it copies (4 beyond 32,767
+sources).
+
+A group's ids have 4 bytes (8 from 2**30 elements on, or where ranks times elements reach 2**31); they are fitted chunk
+by chunk and let go.  So learning takes, full size and on every rank, 4 bytes an element of the largest group, and as
+much again for what the save path copies; then, instead, the group's own bytes once, and again for what it copies; and
+beside either up to 112 bytes an element of a chunk (bench/memory.py).
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
-from dcr.data_plane.bits import bit_view
-from dcr.data_plane.index_map import IndexMap, fit
+from dcr.data_plane.bits import bit_view, row_chunks
+from dcr.data_plane.chunked_fit import ChunkedFit, maps_exactly
+from dcr.data_plane.index_map import IndexMap
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol.errors import RefusedError
 from dcr.trainer.random_bits import random_bits
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.state import SavePath, SourceTensor, run_save_path
 
-_RANK_SHIFT = 40
-_FIRST_ID = 1 << 40  # far from the constants that a save path may pad with
+_NARROW, _WIDE = torch.int32, torch.int64
+_FIRST_ID = {_NARROW: 1 << 30, _WIDE: 1 << 40}  # far from the constants that a save path may pad with
+_SOURCES_NARROW = 1 << 15
 _ONLY_MOVES = "a save path may only rename, split, join and permute"
 
 
@@ -63,6 +72,11 @@ class _Group:
     """Sources that go through the save path together; ids count their elements one source after the other."""
 
     sources: tuple[SourceTensor, ...]
+    chunk_elements: int
+
+    def chunks(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """See ``row_chunks``."""
+        return row_chunks(tensor, self.chunk_elements)
 
     @property
     def offsets(self) -> list[int]:
@@ -70,18 +84,55 @@ class _Group:
         return list(itertools.accumulate((source.tensor.numel() for source in self.sources), initial=0))
 
     def split(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """By source: its number, the positions in ``ids`` that are its own, and its flat indices there."""
+        """By source: its number, the positions in ``ids``, which are not empty, of its own, and its flat indices."""
         if len(self.sources) == 1:
             yield 0, torch.arange(ids.numel()), ids
             return
+        low, high = (int(bound) for bound in ids.aminmax())
         for number, (first, end) in enumerate(itertools.pairwise(self.offsets)):
+            if first > high or end <= low:
+                continue
             positions = ((ids >= first) & (ids < end)).nonzero().view(-1)
             if positions.numel():
                 yield number, positions, ids[positions] - first
 
 
-def learn(sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks) -> Projection:
+@dataclass(frozen=True)
+class _Held:
+    """The elements of a full tensor that lie in this rank's shard.
+
+    Attributes:
+        places: from flat index in the full tensor to position in the flat shard; None if the shard is the full tensor.
+        part: digest of which elements they are, in which order.
+    """
+
+    places: IndexMap | None
+    part: str
+
+
+@dataclass
+class _Learned:
+    """What the ids of a group showed, by canonical name.
+
+    Attributes:
+        origins: for each source that has elements there, from flat index in it to flat index in the source.
+        moves: digest of all ids in order.
+    """
+
+    origins: dict[str, dict[int, IndexMap]] = field(default_factory=dict)
+    moves: dict[str, object] = field(default_factory=dict)
+
+
+def learn(
+    sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks, *, chunk_elements: int = 1 << 21
+) -> Projection:
     """Learn and prove the projection; collective over the ranks.
+
+    Args:
+        sources: the state dict.
+        save_path: makes canonical tensors.
+        ranks: that hold the state.
+        chunk_elements: elements fitted or compared at a time.
 
     Raises:
         RefusedError: on every rank alike, naming the tensor, if the save path computes, casts, duplicates, pads or
@@ -89,7 +140,7 @@ def learn(sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks) ->
     """
     problem, outline = None, _Outline((), {}, {})
     try:
-        outline = _outline(sources, save_path)
+        outline = _outline(sources, save_path, chunk_elements)
     except RefusedError as error:
         problem = str(error)
     ranks.refuse_together(problem)
@@ -105,22 +156,34 @@ def learn(sources: Sequence[SourceTensor], save_path: SavePath, ranks: Ranks) ->
     parts: dict[int, str] = {}
     moves: dict[str, object] = {}
     for numbers in outline.groups:
-        group = _Group(tuple(sources[number] for number in numbers))
-        located = [_local_positions(source, ranks.rank) for source in group.sources]
-        live = [source.full() for source in group.sources]
+        group = _Group(tuple(sources[number] for number in numbers), chunk_elements)
+        held: list[_Held] = []
+        learned = _Learned()
+        for source in group.sources:
+            gathered = _gathered_positions(source, ranks)
+            try:
+                held.append(_held(source, gathered, ranks.rank, chunk_elements))
+            except RefusedError as error:
+                problem = problem or f"state {source.name}: {error}"
+            del gathered
+        if problem is None:
+            try:
+                learned = _learn_ids(group, save_path, outline, numbers)
+                dtypes |= _prove_moves(group, save_path, learned)
+            except RefusedError as error:
+                problem = str(error)
+        live = [source.full() for source in group.sources]  # the other ranks need this one here, whatever its problem
+        if problem is None:
+            try:
+                pieces = _prove_live(group, save_path, learned, held, live)
+            except RefusedError as error:
+                problem = str(error)
         if problem is not None:
-            continue  # the other ranks still need this one in their gathers
-        try:
-            ids = _canonical_ids(group, save_path, outline, numbers)
-            dtypes |= _prove_moves(group, save_path, ids)
-            pieces = _prove_live(group, save_path, ids, located, live)
-        except RefusedError as error:
-            problem = str(error)
             continue
-        moves |= {f"canonical {name}": xxhash.xxh3_128_hexdigest(flat.numpy().data) for name, flat in ids.items()}
-        for number, own, local in zip(numbers, pieces, located, strict=True):
+        moves |= {f"canonical {name}": digest for name, digest in learned.moves.items()}
+        for number, own, part in zip(numbers, pieces, held, strict=True):
             maps[number] = IndexMap(tuple(box for name in own for box in own[name].moved(target=base[name]).boxes))
-            parts[number] = xxhash.xxh3_128_hexdigest(local.numpy().data)
+            parts[number] = part.part
     if problem is None and (missing := outline.shapes.keys() - dtypes.keys()):
         problem = f"canonical {min(missing)}: the save path does not make it from the tensors it consists of alone"
     ranks.refuse_together(problem)
@@ -145,17 +208,19 @@ def _refuse_unlike(ranks: Ranks, described: dict[str, object]) -> None:
                 )
 
 
-def _outline(sources: Sequence[SourceTensor], save_path: SavePath) -> _Outline:
+def _outline(sources: Sequence[SourceTensor], save_path: SavePath, chunk_elements: int) -> _Outline:
     """One run over the whole state dict, with each source's number in the place of its elements."""
-    numbers = [torch.tensor(n, dtype=torch.int32).expand(source.tensor.shape) for n, source in enumerate(sources)]
+    dtype = torch.int16 if len(sources) <= _SOURCES_NARROW else torch.int32
+    numbers = [torch.tensor(n, dtype=dtype).expand(source.tensor.shape) for n, source in enumerate(sources)]
     saved = run_save_path(save_path, sources, numbers)
     leader = list(range(len(sources)))  # of each source's group
     origins: dict[str, tuple[int, ...]] = {}
     for name, tensor in saved.items():
-        if tensor.dtype != torch.int32:
-            raise RefusedError(f"canonical {name}: the save path casts int32 to {tensor.dtype}; {_ONLY_MOVES}")
+        if tensor.dtype != dtype:
+            raise RefusedError(f"canonical {name}: the save path casts {dtype} to {tensor.dtype}; {_ONLY_MOVES}")
         single = tensor.numel() == 0 or all(stride == 0 for stride in tensor.stride())
-        drawn = (tensor.reshape(-1)[:1] if single else torch.unique(tensor)).tolist()
+        seen = [tensor.reshape(-1)[:1]] if single else [torch.unique(c) for _, c in row_chunks(tensor, chunk_elements)]
+        drawn = torch.unique(torch.cat(seen)).tolist()
         origins[name] = tuple(n for n in drawn if 0 <= n < len(sources))  # the others are refused by their ids
         joined = {leader[n] for n in origins[name]}
         leader = [min(joined) if n in joined else n for n in leader]
@@ -169,94 +234,147 @@ def _outline(sources: Sequence[SourceTensor], save_path: SavePath) -> _Outline:
     )
 
 
-def _local_positions(source: SourceTensor, rank: int) -> torch.Tensor:
-    """Where the elements of the full tensor lie in this rank's shard, by the trainer's own gather; collective.
+def _gathered_positions(source: SourceTensor, ranks: Ranks) -> torch.Tensor | None:
+    """Rank times elements plus position in that rank's shard, by the trainer's own gather; None if all hold all.
 
-    Returns:
-        int64, shape [full elements]: position in the flat shard, or -1 where this rank does not hold the element.
+    Collective.
     """
-    shape = source.local().shape
-    ids = torch.arange(math.prod(shape)).view(shape) + (rank << _RANK_SHIFT)
-    gathered = source.gather(ids).reshape(-1)
-    return torch.where(gathered >> _RANK_SHIFT == rank, gathered & ((1 << _RANK_SHIFT) - 1), -1)
+    if not source.distributed:
+        return None
+    shape, full = source.local().shape, source.tensor.numel()
+    dtype = _NARROW if full * ranks.count <= torch.iinfo(_NARROW).max else _WIDE
+    return source.gather(torch.arange(math.prod(shape), dtype=dtype).add_(full * ranks.rank).view(shape))
 
 
-def _canonical_ids(
-    group: _Group, save_path: SavePath, outline: _Outline, numbers: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """For each canonical tensor that the group makes, the group's id of each of its elements: int64, shape [numel]."""
+def _held(source: SourceTensor, gathered: torch.Tensor | None, rank: int, most: int) -> _Held:
+    """What this rank holds of a source, from what ``_gathered_positions`` gave."""
+    numel, digest, found = source.tensor.numel(), xxhash.xxh3_128(), ChunkedFit()
+    if gathered is None:
+        digest.update(f"all {numel}".encode())
+        return _Held(None, digest.hexdigest())
+    for start, chunk in row_chunks(gathered, most):
+        ids = chunk.to(torch.int64)
+        positions = torch.where(ids // numel == rank, ids % numel, -1)
+        digest.update(positions.numpy().data)
+        here = (positions >= 0).nonzero().view(-1)
+        found.add(here + start, positions[here])
+    return _Held(found.result(), digest.hexdigest())
+
+
+def _learn_ids(group: _Group, save_path: SavePath, outline: _Outline, numbers: Sequence[int]) -> _Learned:
+    """Ids through the save path: which source element each canonical element is."""
     *offsets, total = group.offsets
-    numbered = [
-        torch.arange(_FIRST_ID + offset, _FIRST_ID + offset + source.tensor.numel()).view(source.tensor.shape)
-        for offset, source in zip(offsets, group.sources, strict=True)
-    ]
-    ids: dict[str, torch.Tensor] = {}
-    for name, tensor in run_save_path(save_path, group.sources, numbered).items():
+    dtype = _NARROW if total < _FIRST_ID[_NARROW] else _WIDE
+    first = _FIRST_ID[dtype]
+    saved = run_save_path(
+        save_path,
+        group.sources,
+        [
+            torch.arange(first + offset, first + offset + source.tensor.numel(), dtype=dtype).view(source.tensor.shape)
+            for offset, source in zip(offsets, group.sources, strict=True)
+        ],
+    )
+    for name, tensor in saved.items():
         whole = outline.shapes.get(name)
         if whole != tuple(tensor.shape):
             raise RefusedError(
                 f"canonical {name}: the save path makes it of shape {tuple(tensor.shape)} from "
                 f"{group.sources[0].name} alone, but of shape {whole} out of the whole state dict"
             )
-        if tensor.dtype != torch.int64:
-            raise RefusedError(f"canonical {name}: the save path casts int64 to {tensor.dtype}; {_ONLY_MOVES}")
-        flat = tensor.reshape(-1) - _FIRST_ID
-        if bool(((flat < 0) | (flat >= total)).any()):
-            raise RefusedError(
-                f"canonical {name}: it has elements that are no source element (computed, or padding); {_ONLY_MOVES}"
-            )
+        if tensor.dtype != dtype:
+            raise RefusedError(f"canonical {name}: the save path casts {dtype} to {tensor.dtype}; {_ONLY_MOVES}")
+        for _, chunk in group.chunks(tensor):
+            if bool(((chunk < first) | (chunk >= first + total)).any()):
+                raise RefusedError(
+                    f"canonical {name}: it has elements that are no source element (computed, or padding); "
+                    f"{_ONLY_MOVES}"
+                )
         if not set(outline.origins[name]) <= set(numbers):
             raise RefusedError(
                 f"canonical {name}: the save path makes it from {group.sources[0].name} alone, but from other tensors "
                 "out of the whole state dict"
             )
-        ids[name] = flat
-    _refuse_duplicates(ids, total)
-    return ids
+    learned, seen = _Learned(), np.zeros(-(-total // 64), np.uint64)
+    while saved:
+        name = next(iter(saved))
+        learned.moves[name], learned.origins[name] = _learn_name(group, name, saved.pop(name), first, seen)
+    return learned
 
 
-def _refuse_duplicates(ids: dict[str, torch.Tensor], total: int) -> None:
-    seen = torch.zeros(total, dtype=torch.bool)
-    for flat in ids.values():
-        seen[flat] = True
-    if int(seen.sum()) == sum(flat.numel() for flat in ids.values()):
-        return
-    seen.zero_()
-    for name, flat in ids.items():
-        if bool(seen[flat].any()) or torch.unique(flat).numel() != flat.numel():
+def _learn_name(
+    group: _Group, name: str, tensor: torch.Tensor, first: int, seen: npt.NDArray[np.uint64]
+) -> tuple[str, dict[int, IndexMap]]:
+    """Fit one canonical tensor's ids, and see that the maps give them back: an entry of ``_Learned``.
+
+    Args:
+        group: the sources.
+        name: of the tensor.
+        tensor: its ids.
+        first: the first id of the group.
+        seen: a bit for each of the group's elements: whether an earlier tensor had it; brought forward.
+    """
+    # Imported when it is needed: vLLM on a CPU cannot start in a process that has imported llvmlite.
+    from dcr.data_plane.kernels import compiled  # noqa: PLC0415
+
+    fits: dict[int, ChunkedFit] = {}
+    digest = xxhash.xxh3_128()
+    for start, chunk in group.chunks(tensor):
+        ids = chunk.to(torch.int64) - first
+        if not compiled.mark(seen, ids.numpy()):
             raise RefusedError(
                 f"canonical {name}: it repeats source elements, its own or another tensor's (tied names?); "
                 f"{_ONLY_MOVES}, so give a save_path that keeps one of them"
             )
-        seen[flat] = True
+        digest.update(ids.numpy().data)
+        for number, positions, indices in group.split(ids):
+            fits.setdefault(number, ChunkedFit()).add(positions + start, indices)
+    origins = {number: found.result() for number, found in fits.items()}
+    for start, chunk in group.chunks(tensor):
+        for number, positions, indices in group.split(chunk.to(torch.int64) - first):
+            exact = maps_exactly(origins[number], positions + start, indices)
+            assert exact, "index maps fitted in chunks must hold exactly their pairs"
+    return digest.hexdigest(), origins
 
 
-def _prove_moves(group: _Group, save_path: SavePath, ids: dict[str, torch.Tensor]) -> dict[str, torch.dtype]:
+def _origins(
+    origins: Mapping[int, IndexMap], start: int, stop: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of canonical elements [start, stop), by source: its number, positions from ``start``, flat indices in it."""
+    wanted = torch.arange(start, stop)
+    for number, index_map in origins.items():
+        positions, indices = index_map.apply(wanted)
+        if positions.numel():
+            yield number, positions, indices
+
+
+def _prove_moves(group: _Group, save_path: SavePath, learned: _Learned) -> dict[str, torch.dtype]:
     """Random bits through the save path must come out as the ids did; returns the canonical dtypes."""
     values = [random_bits(source.tensor, number) for number, source in enumerate(group.sources)]
     saved = run_save_path(save_path, group.sources, values)
-    _refuse_other_names(saved, ids)
-    for name, flat in ids.items():
-        for number, positions, indices in group.split(flat):
+    _refuse_other_names(saved, learned)
+    flat = [bit_view(value).view(-1) for value in values]
+    for name, origins in learned.origins.items():
+        for number in origins:
             if saved[name].dtype != values[number].dtype:
                 raise RefusedError(
                     f"canonical {name}: the save path casts {values[number].dtype} of {group.sources[number].name} to "
                     f"{saved[name].dtype}; {_ONLY_MOVES}"
                 )
-            expected = bit_view(values[number]).view(-1)[indices]
-            if not torch.equal(bit_view(saved[name]).reshape(-1)[positions], expected):
-                raise RefusedError(
-                    f"canonical {name}: random bits in {group.sources[number].name} do not come out where ids did, so "
-                    f"the save path depends on values or dtypes; {_ONLY_MOVES}"
-                )
+        for start, chunk in group.chunks(bit_view(saved[name])):
+            for number, positions, indices in _origins(origins, start, start + chunk.numel()):
+                if not torch.equal(chunk[positions], flat[number][indices]):
+                    raise RefusedError(
+                        f"canonical {name}: random bits in {group.sources[number].name} do not come out where ids did, "
+                        f"so the save path depends on values or dtypes; {_ONLY_MOVES}"
+                    )
     return {name: tensor.dtype for name, tensor in saved.items()}
 
 
 def _prove_live(
     group: _Group,
     save_path: SavePath,
-    ids: dict[str, torch.Tensor],
-    located: list[torch.Tensor],
+    learned: _Learned,
+    held: Sequence[_Held],
     live: list[torch.Tensor],
 ) -> list[dict[str, IndexMap]]:
     """Fit this rank's maps and compare the live shards through them with the saved tensors.
@@ -264,35 +382,63 @@ def _prove_live(
     Args:
         group: the sources.
         save_path: makes canonical tensors.
-        ids: by canonical name, the group's ids.
-        located: by source, positions in this rank's shard, as ``_local_positions`` gives them.
+        learned: where canonical elements come from.
+        held: by source, what this rank holds.
         live: by source, the full live tensor.
 
     Returns:
         By source, the maps from this rank's shard to canonical tensors.
     """
     saved = run_save_path(save_path, group.sources, live)
-    _refuse_other_names(saved, ids)
-    shards = [bit_view(source.local().reshape(-1)).cpu() for source in group.sources]
+    _refuse_other_names(saved, learned)
     pieces: list[dict[str, IndexMap]] = [{} for _ in group.sources]
-    for name, flat in ids.items():
-        canonical = bit_view(saved[name]).reshape(-1)
-        for number, positions, indices in group.split(flat):
-            here = located[number][indices]
-            held = here >= 0
-            source, target = here[held], positions[held]
-            if shards[number].dtype != canonical.dtype or not torch.equal(shards[number][source], canonical[target]):
-                raise RefusedError(
-                    f"canonical {name}: the live bits of {group.sources[number].name} through the projection differ "
-                    "from the save path's; do not train while constructing, and check that replicas are identical"
-                )
-            pieces[number][name] = fit(source, target)
+    shards = [bit_view(source.local().reshape(-1)) for source in group.sources]
+    for name, origins in learned.origins.items():
+        canonical = bit_view(saved[name])
+        found = _own_maps(origins, held, group, canonical)
+        back = {number: index_map.inverse() for number, index_map in found.items()}
+        for start, chunk in group.chunks(canonical):
+            for number, kept, positions in _origins(back, start, start + chunk.numel()):
+                bits = shards[number][positions.to(shards[number].device)].cpu()
+                if bits.dtype != chunk.dtype or not torch.equal(bits, chunk[kept]):
+                    raise RefusedError(
+                        f"canonical {name}: the live bits of {group.sources[number].name} through the projection differ"
+                        " from the save path's; do not train while constructing, and check that replicas are identical"
+                    )
+        for number, index_map in found.items():
+            pieces[number][name] = index_map
     return pieces
 
 
-def _refuse_other_names(saved: dict[str, torch.Tensor], ids: dict[str, torch.Tensor]) -> None:
-    for name in sorted(saved.keys() ^ ids.keys()):
+def _own_maps(
+    origins: Mapping[int, IndexMap], held: Sequence[_Held], group: _Group, canonical: torch.Tensor
+) -> dict[int, IndexMap]:
+    """By source, the map from this rank's shard to a canonical tensor."""
+    shared = {number: index_map for number, index_map in origins.items() if held[number].places is not None}
+
+    def pairs() -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Chunks of positions in the shard with their canonical indices, which are in order."""
+        for start, chunk in group.chunks(canonical) if shared else ():
+            for number, positions, indices in _origins(shared, start, start + chunk.numel()):
+                ordered, order = indices.sort()
+                places = held[number].places
+                assert places is not None
+                kept, sources = places.apply(ordered)
+                targets, back = positions[order[kept]].sort()
+                yield number, sources[back], targets + start
+
+    fits = {number: ChunkedFit() for number in shared}
+    for number, sources, targets in pairs():
+        fits[number].add(targets, sources)
+    back = {**origins, **{number: one.result() for number, one in fits.items()}}
+    for number, sources, targets in pairs():
+        assert maps_exactly(back[number], targets, sources), "index maps of shards must hold exactly their pairs"
+    return {number: index_map.inverse() for number, index_map in back.items()}
+
+
+def _refuse_other_names(saved: Mapping[str, torch.Tensor], learned: _Learned) -> None:
+    for name in sorted(saved.keys() ^ learned.origins.keys()):
         raise RefusedError(f"canonical {name}: whether the save path makes it depends on values or dtypes")
-    for name, flat in ids.items():
-        if saved[name].numel() != flat.numel():
+    for name, origins in learned.origins.items():
+        if saved[name].numel() != sum(index_map.numel for index_map in origins.values()):
             raise RefusedError(f"canonical {name}: its size depends on values or dtypes")

@@ -64,7 +64,8 @@ class TorchSource:
             problem = str(error)
         ranks.refuse_together(problem)
         self._layouts = tuple(source.layout for source in sources)
-        projection = learn(sources, self._save_path, ranks)
+        # A pair that is fitted takes more than an element that is sent: see below.
+        projection = learn(sources, self._save_path, ranks, chunk_elements=max(chunk_elements // 2, 1))
         self.specs: tuple[TensorSpec, ...] = projection.specs
         self.owner = f"rank-{self._rank}"
         self.ownership = _assign(sources, projection, ranks)

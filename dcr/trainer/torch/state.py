@@ -41,6 +41,11 @@ class SourceTensor:
             f"local shape {tuple(self.local().shape)}"
         )
 
+    @property
+    def distributed(self) -> bool:
+        """Whether this rank's shard may be less than the whole."""
+        return isinstance(self.tensor, DTensor)
+
     def local(self) -> torch.Tensor:
         """This rank's shard of the live tensor: no copy, no gradient."""
         tensor = self.tensor.detach()
