@@ -1,7 +1,9 @@
 """Settings of every test."""
 
+import itertools
 import os
 
+import pytest
 from hypothesis import settings
 
 # Nothing is fetched, vLLM takes 1 GiB for its cache and compiles nothing: set before any test imports it.
@@ -12,3 +14,46 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # No deadline: how long an example takes says nothing on a busy machine.
 settings.register_profile("dcr", deadline=None, print_blob=True)
 settings.load_profile("dcr")
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory):
+    """A real S3 server; ``running_store`` is what tests take."""
+    from tests.object_store import ENVIRONMENT, ObjectStore  # noqa: PLC0415 - boto3 is slow to import
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        store = ObjectStore(tmp_path_factory.mktemp("object-store"))
+        yield store
+        store.kill()
+
+
+@pytest.fixture
+def running_store(object_store):
+    """The server, started again if an earlier test left it killed."""
+    object_store.start()
+    return object_store
+
+
+@pytest.fixture(scope="session")
+def _bucket_numbers():
+    return itertools.count()
+
+
+@pytest.fixture
+def bucket(running_store, _bucket_numbers):
+    """The name of a new bucket."""
+    name = f"bucket-{next(_bucket_numbers)}"
+    running_store.client().create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def network(running_store):
+    """A proxy before the server, which does as told (``bad_network.BadNetwork``)."""
+    from tests.bad_network import BadNetwork  # noqa: PLC0415 - few tests need it
+
+    proxy = BadNetwork(running_store.port)
+    yield proxy
+    proxy.close()

@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from dcr.delivery.interface import DeliveryConflictError, DeliveryError, check_key, check_prefix
+from dcr.delivery.interface import DeliveryConflictError, DeliveryError, LookPause, check_key, check_prefix
+from dcr.delivery.traffic import Traffic, TrafficCounter
 from dcr.protocol.errors import RefusedError
 
 _STAGE_TRIES_MAX = 16
@@ -35,19 +36,28 @@ class FolderDelivery:
         DeliveryError: the folder cannot be created or written.
     """
 
+    look_pause = LookPause()  # a look costs next to nothing
+
     def __init__(self, root: Path) -> None:
         if not root.is_absolute():
             raise RefusedError(f"delivery folder {root}: the path must be absolute")
         self._root = root
         self._staging = root / ".staging"
+        self._counter = TrafficCounter()
         with self._errors("opening it"):
             root.mkdir(mode=0o700, exist_ok=True)
             self._staging.mkdir(mode=0o700, exist_ok=True)
             self._sweep_staging()
 
+    @property
+    def traffic(self) -> Traffic:
+        """See Delivery; every call is a request."""
+        return self._counter.traffic
+
     def put(self, key: str, data: bytes) -> None:
         """See Delivery."""
         check_key(key)
+        self._counter.asked(len(data))
         final = self._root / key
         with self._errors(f"storing {key} ({len(data)} bytes)"), self._staged() as (descriptor, staged):
             left = memoryview(data)
@@ -66,6 +76,7 @@ class FolderDelivery:
     def get(self, key: str, size_max: int) -> bytes | None:
         """See Delivery."""
         check_key(key)
+        self._counter.asked()
         with self._errors(f"reading {key}"):
             try:
                 descriptor = os.open(self._root / key, _OURS)
@@ -82,11 +93,13 @@ class FolderDelivery:
                 data = file.read(size)
         if len(data) != size:
             raise DeliveryError(f"object {key} in {self._root}: {len(data)} of {size} bytes; it was cut from outside")
+        self._counter.received(len(data))
         return data
 
     def delete_prefix(self, prefix: str) -> None:
         """See Delivery."""
         check_prefix(prefix)
+        self._counter.asked()
         with self._errors(f"deleting {prefix}"):
             folder = self._root / prefix
             for _ in range(_DELETE_TRIES_MAX):
@@ -99,11 +112,27 @@ class FolderDelivery:
     def keys(self, prefix: str) -> list[str]:
         """See Delivery."""
         check_prefix(prefix)
+        self._counter.asked()
         found = []
         with self._errors(f"listing {prefix}"):
             for folder, _, files in os.walk(self._root / prefix, onerror=_unless_gone):
                 found += [str(Path(folder, file).relative_to(self._root)) for file in files]
         return sorted(found)
+
+    def segments(self, prefix: str) -> list[str]:
+        """See Delivery."""
+        check_prefix(prefix)
+        self._counter.asked()
+        with self._errors(f"listing below {prefix}"):
+            folder = self._root / prefix
+            return sorted(e.name for e in os.scandir(folder) if e.is_dir()) if folder.is_dir() else []
+
+    def tidy(self, prefix: str) -> None:
+        """See Delivery; staged files of processes that died have no keys yet, so all of them go."""
+        check_prefix(prefix)
+        self._counter.asked()
+        with self._errors(f"tidying {prefix}"):
+            self._sweep_staging()
 
     def close(self) -> None:
         """See Delivery; a folder holds nothing between calls."""

