@@ -11,7 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-_SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>please reduce your rate</Message></Error>"
+_ANSWERS = {
+    "503": b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>please reduce your rate</Message></Error>",
+    "429": b"",
+    "500": b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>try again</Message></Error>",
+}
 
 
 @dataclass
@@ -57,6 +61,9 @@ class BadNetwork:
     _chance: float = 0.0
     _kinds: tuple[str, ...] = ()
     _random: random.Random = field(default_factory=random.Random)
+    _at_once: int = 0
+    at_once_max: int = 0
+    """Most requests that were under way at the same time."""
 
     def __post_init__(self) -> None:
         network = self
@@ -116,32 +123,46 @@ class BadNetwork:
 
     def _serve(self, client: socketserver.StreamRequestHandler) -> None:
         while (request := _read_request(client)) is not None:
-            request.fault = self._fault(request)
-            if request.fault == "reset":
-                _reset(client.connection)
-                return
-            if request.fault.isdecimal():
-                client.wfile.write(_head(int(request.fault), len(_SLOW_DOWN)) + _SLOW_DOWN)
-                continue
-            if request.fault == "damaged" and request.body:
-                request.body = _flip(request.body)
-            answer = self._ask(request)
-            if answer is None or request.fault == "lost":
-                _reset(client.connection)
-                return
-            if request.fault == "slow":
-                time.sleep(self.slow_s)
-            head, body = answer
-            if request.fault == "flipped" and body:
-                body = _flip(body)
-            if request.fault == "cut" and body:
-                body = body[: len(body) // 2]
-                head = re.sub(rb"(?i)content-length: \d+", b"Content-Length: %d" % len(body), head)
-            if request.fault == "truncated" and body:
-                client.wfile.write(head + body[: len(body) // 2])
-                return
-            client.wfile.write(head + body)
-            request.sent = len(body)
+            with self._lock:
+                self._at_once += 1
+                self.at_once_max = max(self.at_once_max, self._at_once)
+            try:
+                if not self._pass(client, request):
+                    return
+            finally:
+                with self._lock:
+                    self._at_once -= 1
+
+    def _pass(self, client: socketserver.StreamRequestHandler, request: Request) -> bool:
+        """Answer one request; whether the connection lives on."""
+        request.fault = self._fault(request)
+        if request.fault == "reset":
+            _reset(client.connection)
+            return False
+        if request.fault in _ANSWERS:
+            body = b"" if request.method == "HEAD" else _ANSWERS[request.fault]
+            client.wfile.write(_head(int(request.fault), len(body)) + body)
+            return True
+        if request.fault == "damaged" and request.body:
+            request.body = _flip(request.body)
+        answer = self._ask(request)
+        if answer is None or request.fault == "lost":
+            _reset(client.connection)
+            return False
+        if request.fault == "slow":
+            time.sleep(self.slow_s)
+        head, body = answer
+        if request.fault == "flipped" and body:
+            body = _flip(body)
+        if request.fault == "cut" and body:
+            body = body[: len(body) // 2]
+            head = re.sub(rb"(?i)content-length: \d+", b"Content-Length: %d" % len(body), head)
+        if request.fault == "truncated" and body:
+            client.wfile.write(head + body[: len(body) // 2])
+            return False
+        client.wfile.write(head + body)
+        request.sent = len(body)
+        return True
 
     def _ask(self, request: Request) -> tuple[bytes, bytes] | None:
         """Head and body of the server's answer; None if it gave none."""
@@ -177,6 +198,8 @@ def _read_request(client: socketserver.StreamRequestHandler) -> Request | None:
             head += line
     length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
     body = client.rfile.read(int(length[1])) if length else b""
+    if length and len(body) < int(length[1]):
+        return None
     method, path, _ = head.split(b" ", 2)
     return Request(method.decode(), path.decode(), head[:-2] + b"Connection: close\r\n\r\n", body)
 

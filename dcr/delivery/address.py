@@ -22,13 +22,13 @@ def open_delivery(address: str, directory: "Directory | None" = None, *, receive
 
     Args:
         address: ``file:///absolute/folder``, which is created where it is missing;
-            ``s3://bucket/prefix?endpoint=URL&region=NAME``, whose other fields are those of ``s3_address.S3Address``; or
-            ``relay:///folder/of/credentials?listen=host:port``, see ``relay.address``.
+            ``s3://bucket/prefix?endpoint=URL&region=NAME``, whose other fields are those of ``s3_address.S3Address``;
+            or ``relay:///folder/of/credentials?listen=host:port``, see ``relay.address``.
         directory: where nodes of a relay are found; None only where no relay may be opened.
         receives: True on a rollout node, False for an owner; a relay has two ends.
 
     Raises:
-        RefusedError: an address of another form, with an unknown field or with credentials in it; or a package that it
+        RefusedError: an address of another form, with an unknown field or credentials in it; or a package that it
             needs is missing.
         DeliveryError: the folder, bucket or port cannot be used.
     """

@@ -42,7 +42,7 @@ _OPEN_TRIES_MAX = 4
 _PAGE_KEYS = 1000
 _CHUNK_BYTES = 1 << 16
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
-_MISSING, _CONFLICT, _TAKEN, _NO_RANGE = 404, 409, 412, 416
+_BAD, _MISSING, _CONFLICT, _TAKEN, _NO_RANGE = 400, 404, 409, 412, 416
 
 
 @dataclass
@@ -111,14 +111,15 @@ class S3Delivery:
                 f"{self._place.part_bytes} in the address"
             )
         digest = xxhash.xxh3_128_hexdigest(data)
+        refusal: S3AnswerError | None = None
         for _ in range(_ROUNDS_MAX):
             upload = None
             if len(data) <= self._place.part_bytes:
-                stored = self._put_whole(key, data, digest)
+                refusal = self._put_whole(key, data, digest)
             else:
                 upload = self._upload(key, data, digest)
-                stored = self._complete(upload)
-            if stored:
+                refusal = self._complete(upload)
+            if refusal is None:
                 return
             found = self._stored(key)
             if found == (len(data), digest):
@@ -132,10 +133,13 @@ class S3Delivery:
                     f"object {key} in {self._place}: holds other bytes already; an owner emits once per epoch, open a "
                     "new one"
                 )
-        raise DeliveryError(f"object {key} in {self._place}: taken and free again {_ROUNDS_MAX} times; who deletes it?")
+        raise DeliveryError(
+            f"object {key} in {self._place}: refused {_ROUNDS_MAX} times although the key is free, last with {refusal}; "
+            "does something delete what is stored there?"
+        )
 
-    def _put_whole(self, key: str, data: bytes, digest: str) -> bool:
-        """Put in one request; False if the key is taken, perhaps by an earlier try whose answer was lost."""
+    def _put_whole(self, key: str, data: bytes, digest: str) -> S3AnswerError | None:
+        """Put in one request; an answer if the key is taken, perhaps by an earlier try whose answer was lost."""
         crc = _crc(data)
         try:
             self._requests.call(
@@ -146,9 +150,9 @@ class S3Delivery:
                 bytes_up=len(data),
                 expected=(_TAKEN,),
             )
-        except S3AnswerError:
-            return False
-        return True
+        except S3AnswerError as e:
+            return e
+        return None
 
     def _upload(self, key: str, data: bytes, digest: str) -> _Upload:
         """Send every part; nothing is to be seen of them until they are completed."""
@@ -179,8 +183,11 @@ class S3Delivery:
             raise
         return upload
 
-    def _complete(self, upload: _Upload) -> bool:
-        """Make the object of its parts; False if its key is taken or the upload is gone, perhaps by an earlier try."""
+    def _complete(self, upload: _Upload) -> S3AnswerError | None:
+        """Make the object of its parts; an answer if the key is taken, the upload gone, or its parts not all there.
+
+        An earlier try whose answer was lost may have made it.
+        """
         parts = [{"PartNumber": number, **sent} for number, sent in sorted(upload.parts.items())]
         try:
             self._requests.call(
@@ -191,14 +198,14 @@ class S3Delivery:
                     MultipartUpload={"Parts": parts},
                     IfNoneMatch="*",
                 ),
-                expected=(_TAKEN, _MISSING, _CONFLICT),
+                expected=(_TAKEN, _BAD, _MISSING, _CONFLICT, _BAD),
             )
-        except S3AnswerError:
-            return False
+        except S3AnswerError as e:
+            return e
         except DeliveryError:
             self._abort(upload)
             raise
-        return True
+        return None
 
     def _abort(self, upload: _Upload) -> None:
         """Drop the parts of an upload; what cannot be dropped now, the sweep drops later."""

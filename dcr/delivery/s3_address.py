@@ -36,7 +36,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "retry_timeout_s": (0.1, 3600),
     "look_pause_s": (0, 60),
     "look_pause_max_s": (0, 60),
-    "upload_age_max_s": (60, 1e9),
+    "upload_age_max_s": (1, 1e9),
 }
 
 

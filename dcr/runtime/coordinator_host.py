@@ -14,7 +14,7 @@ from dcr.control_plane.interface import (
     UnknownOutcomeError,
 )
 from dcr.data_plane.payload import WIRE_VERSION
-from dcr.delivery.interface import Delivery, DeliveryError, sweep
+from dcr.delivery.interface import Delivery
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.errors import RefusedError
@@ -42,6 +42,7 @@ from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
+from dcr.runtime.sweeper import Sweeper
 from dcr.runtime.verification import Verification
 
 _log = logging.getLogger("dcr.coordinator")
@@ -81,7 +82,7 @@ class CoordinatorHost:
         self._record_id = record_id
         self._leader = leader
         self._control = control
-        self._delivery = delivery
+        self._sweeper = Sweeper(delivery, record_id)
         self._settings = settings
         self._observe = guarded(observe)
         others = tuple(o for o in ("add", "xor") if o != settings.operation)
@@ -139,6 +140,7 @@ class CoordinatorHost:
         self._stop.set()
         self._hub.close()
         self._thread.join(self._settings.drain_timeout_s)
+        self._sweeper.close()
 
     # ------------------------------------------------------------ events
 
@@ -301,7 +303,7 @@ class CoordinatorHost:
         except ControlPlaneUnavailableError as e:
             return self._later(e, [w])
         if w.reason in ("Commit", "OpenAttempt", "OpenRestore"):
-            self._sweep(w.record.epoch)
+            self._sweeper.sweep(w.record.epoch - self._settings.retain_epochs)
         return self._role.written(w.operation_id, stored.revision)
 
     def _later(self, error: ControlPlaneUnavailableError, effects: list[effects_.Effect]) -> list[effects_.Effect]:
@@ -310,12 +312,6 @@ class CoordinatorHost:
         if not self._stop.wait(0.2):
             self._post(lambda: effects)
         return []
-
-    def _sweep(self, epoch: int) -> None:
-        try:
-            sweep(self._delivery, self._record_id, epoch - self._settings.retain_epochs)
-        except DeliveryError as e:
-            _log.warning("old payloads could not be swept: %s", e)
 
     def _lead_no_more(self, reason: str) -> None:
         """Tell every owner, so that no push waits for an outcome that will not come."""

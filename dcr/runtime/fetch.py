@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from dcr.data_plane.nvtx import stage
 from dcr.delivery.interface import DeliveryError
+from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity, decode_manifest
 from dcr.protocol.messages import Prepare
@@ -48,12 +49,18 @@ class Fetch:
         self._inbox = inbox
         self._call = call
         self._timeout_s = timeout_s
+        self._before = inbox.traffic
         self._owners = [_Source(o) for o in order.owners]
 
     @property
     def done(self) -> bool:
         """True when everything that the manifests list has reached the ranks."""
         return all(s.done for s in self._owners)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the store since this began, for other engines of the host too."""
+        return self._inbox.traffic.since(self._before)
 
     def step(self) -> list[Answers]:
         """Fetch what is in sight now, at most one object an owner; an empty list means that nothing was."""

@@ -104,12 +104,13 @@ class Progress:
                 seconds = self._ranks.seconds
                 stages = ", ".join(f"{stage} {s:.3f} s" for stage, s in sorted(seconds.items()))
                 _log.info(
-                    "engine %s applied epoch %d: %d bytes in %.3f s (%s)",
+                    "engine %s applied epoch %d: %d bytes in %.3f s (%s); delivery to its host meanwhile: %s",
                     name,
                     effect.epoch,
                     0 if self._fetch is None else self._fetch.bytes,
                     sum(seconds.values()),
                     stages,
+                    "nothing" if self._fetch is None else self._fetch.traffic,
                 )
             case role.ReportFailed():
                 self.went_wrong(f"epoch {effect.epoch} failed here: {effect.reason}")

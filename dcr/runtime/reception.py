@@ -10,6 +10,7 @@ from typing import Protocol
 
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
+from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
 from dcr.protocol.messages import Prepare, TableRef
@@ -50,6 +51,8 @@ class _Miss:
     engine: str
     epoch: int
     at_s: float
+    looks: int
+    """How often it was looked for in vain."""
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Reception:
         delivery: the store.
         memory: where payloads are put.
         engines: names of the host's engines.
-        settings: ``receive_bytes_max``, ``delivery_timeout_s``, ``fetch_poll_s``.
+        settings: ``receive_bytes_max``, ``delivery_timeout_s``, ``fetch_poll_s`` (a store may ask for longer pauses).
         payload_bytes_max: larger payloads are refused before they are read.
 
     Attributes:
@@ -110,6 +113,11 @@ class Reception:
         self._missed: dict[str, _Miss] = {}
         self.objects = 0
         self.bytes = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the host asked of the store so far."""
+        return self._delivery.traffic
 
     def inbox(self, engine: str) -> "Inbox":
         """The reception as one engine sees it."""
@@ -189,7 +197,8 @@ class Reception:
                 self._keep(key, read, data)
                 return
             with self._changed:
-                self._missed[key] = _Miss(read.engine, read.epoch, time.monotonic())
+                looks = self._missed[key].looks + 1 if key in self._missed else 1
+                self._missed[key] = _Miss(read.engine, read.epoch, time.monotonic(), looks)
         except Exception as e:  # noqa: BLE001 - raised where the object was asked for
             read.error = e
         finally:
@@ -267,9 +276,18 @@ class Reception:
             self._let_go()
 
     def _just_missed(self, engine: str, key: str) -> bool:
-        """Whether another engine looked for it a moment ago: several ask the store no more often than one would."""
+        """Whether it is too early to look again.
+
+        Another engine looked a moment ago: several ask the store no more often than one would.  Or the store is one
+        where each look costs, and asks its readers to pause.
+        """
         miss = self._missed.get(key)
-        return miss is not None and miss.engine != engine and time.monotonic() - miss.at_s < self._settings.fetch_poll_s
+        if miss is None:
+            return False
+        pause = self._delivery.look_pause.after(miss.looks)
+        if miss.engine != engine:
+            pause = max(pause, self._settings.fetch_poll_s)
+        return time.monotonic() - miss.at_s < pause
 
     def _reserve(self, key: str, size: int) -> None:
         bound = self._settings.receive_bytes_max
@@ -312,6 +330,8 @@ class Reception:
 class Incoming(Protocol):
     """Where the payloads and manifests of an attempt come from; ``Inbox`` says what each call means."""
 
+    @property
+    def traffic(self) -> Traffic: ...  # noqa: D102
     def payload(self, identity: PayloadIdentity) -> Shared | bytes | None: ...  # noqa: D102
     def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None: ...  # noqa: D102
     def payload_taken(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
@@ -326,6 +346,11 @@ class Inbox:
     def __init__(self, reception: Reception, engine: str) -> None:
         self._reception = reception
         self._engine = engine
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the whole host asked of the store so far."""
+        return self._reception.traffic
 
     def payload(self, identity: PayloadIdentity) -> Shared | bytes | None:
         """A payload; None while it is not in sight.  Raises as ``Reception.get``."""
@@ -381,6 +406,11 @@ class StoreInbox:
     def __init__(self, delivery: Delivery, payload_bytes_max: int) -> None:
         self._delivery = delivery
         self._payload_bytes_max = payload_bytes_max
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was asked of the store so far."""
+        return self._delivery.traffic
 
     def payload(self, identity: PayloadIdentity) -> bytes | None:
         """A payload; None while it is not in sight.  DeliveryError if the store could not be used."""

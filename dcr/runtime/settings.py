@@ -82,7 +82,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     connect_timeout_s: float = 60.0
     """First connection of an owner or node to the coordinator."""
     fetch_poll_s: float = 0.004
-    """Pause between looks for the next payload when none was there."""
+    """Pause between looks for the next payload when none was there; a store where looks cost makes it longer
+    (``look_pause_s`` in the address of one of S3)."""
     record_poll_s: float = 0.5
     """How often a node reads the commit record by itself."""
     serve_lease_s: float = 30.0

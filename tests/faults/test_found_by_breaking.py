@@ -194,7 +194,7 @@ def test_disk_is_given_back_when_engines_restart_again_and_again(tmp_path: Path)
             fleet.check(e)
             e.close()
             fleet.engines.remove(e)
-        assert len(list((fleet.payloads / "default").iterdir())) <= 4
+        fleet.wait(lambda: len(list((fleet.payloads / "default").iterdir())) <= 4)
     finally:
         fleet.close()
 

@@ -15,6 +15,7 @@ from dcr.control_plane.address import open_control_plane
 from dcr.data_plane.change_counts import ChangeCount, reading_order
 from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
+from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError
 from dcr.protocol.layer_changes import LAYERS_REST
 from dcr.protocol.messages import Outcome
@@ -55,6 +56,8 @@ class RefitReport:
         wall_s: the whole push, on this rank.
         stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, for
             how long detection waited for encoding and the store.  Stages run at the same time.
+        traffic: what this rank asked of the delivery store during the push; the only field that is not the same on
+            every rank.
         layers: elements changed and in all, by layer in reading order, unchanged layers too, and what is beyond 256
             layers as OTHER_LAYERS.  Empty if kind is dense, for such an attempt compares nothing, or unknown.
             ``TrainerRefit.changes`` has this rank's share by tensor.
@@ -72,6 +75,7 @@ class RefitReport:
     payload_bytes: int
     wall_s: float
     stages: dict[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
     layers: dict[str, ChangeCount] = field(default_factory=dict)
 
     def json(self) -> str:
@@ -152,11 +156,11 @@ class Refit:
         """
         if dense and self._coordinator is not None:
             self._coordinator.dense_next()
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self._delivery.traffic
         outcome = self._host.push()
         if outcome.error:
             raise PushError(outcome.error)
-        return _report(outcome, time.perf_counter() - started)
+        return _report(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
 
     @property
     def changes(self) -> Mapping[str, ChangeCount]:
@@ -248,7 +252,7 @@ class TrainerRefit(Refit):
         )
 
 
-def _report(outcome: Outcome, wall_s: float) -> RefitReport:
+def _report(outcome: Outcome, wall_s: float, traffic: Traffic) -> RefitReport:
     s = dict(outcome.summary)
 
     def names(key: str) -> tuple[str, ...]:
@@ -277,6 +281,7 @@ def _report(outcome: Outcome, wall_s: float) -> RefitReport:
         stages={
             k.removeprefix(prefix): float(v) for k, v in s.items() if k.startswith(prefix) and isinstance(v, float)
         },
+        traffic=traffic,
         layers=_layers(outcome),
     )
 
