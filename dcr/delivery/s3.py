@@ -134,7 +134,7 @@ class S3Delivery:
                     "new one"
                 )
         raise DeliveryError(
-            f"object {key} in {self._place}: refused {_ROUNDS_MAX} times although the key is free, last with {refusal}; "
+            f"object {key} in {self._place}: refused {_ROUNDS_MAX} times though the key is free, last with {refusal}; "
             "does something delete what is stored there?"
         )
 

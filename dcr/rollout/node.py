@@ -14,6 +14,7 @@ from dcr.data_plane.header import DEFAULT_LIMITS
 from dcr.data_plane.item import TensorSpec
 from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
+from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.contents import ReadbackReport
 from dcr.runtime.node_agent import NodeAgent
@@ -144,6 +145,11 @@ class RolloutNode:
     def received(self) -> tuple[int, int]:
         """How many objects this node has read from the delivery store, and how many bytes those were."""
         return self._reception.objects, self._reception.bytes
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this node has asked of the delivery store: requests, retries by their reasons, bytes."""
+        return self._reception.traffic
 
     def wait_serving(self, version: int, timeout_s: float, engine: str | None = None) -> int:
         """Wait until this version or a later one is served, and return it.

@@ -406,6 +406,8 @@ class StoreInbox:
     def __init__(self, delivery: Delivery, payload_bytes_max: int) -> None:
         self._delivery = delivery
         self._payload_bytes_max = payload_bytes_max
+        self._missed: dict[str, tuple[float, int]] = {}
+        """When each object was looked for last, and how often, in vain."""
 
     @property
     def traffic(self) -> Traffic:
@@ -414,11 +416,22 @@ class StoreInbox:
 
     def payload(self, identity: PayloadIdentity) -> bytes | None:
         """A payload; None while it is not in sight.  DeliveryError if the store could not be used."""
-        return self._delivery.get(payload_key(identity), self._payload_bytes_max)
+        return self._get(payload_key(identity), self._payload_bytes_max)
 
     def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None:
         """An owner's manifest of an attempt; None while it is not in sight.  Raises as ``payload``."""
-        return self._delivery.get(_manifest_key(order, owner), MANIFEST_BYTES_MAX)
+        return self._get(_manifest_key(order, owner), MANIFEST_BYTES_MAX)
+
+    def _get(self, key: str, size_max: int) -> bytes | None:
+        at_s, looks = self._missed.get(key, (0.0, 0))
+        if looks and time.monotonic() - at_s < self._delivery.look_pause.after(looks):
+            return None
+        data = self._delivery.get(key, size_max)
+        if data is None:
+            self._missed[key] = time.monotonic(), looks + 1
+        else:
+            self._missed.pop(key, None)
+        return data
 
     def payload_taken(self, identity: PayloadIdentity) -> None:
         """Nothing is kept here."""

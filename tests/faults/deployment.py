@@ -22,12 +22,12 @@ SETTINGS = {
 
 
 class Deployment:
-    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None, delivery: str | None = None) -> None:
         self.folder = folder
         self.policy = Policy()
         self.addresses = {
             "control": f"sqlite://{folder}/record.db",
-            "delivery": f"file://{folder}/payloads",
+            "delivery": delivery or f"file://{folder}/payloads",
             "settings": {**SETTINGS, **(settings or {})},
         }
         self.checkpoint = folder / "v0"

@@ -56,7 +56,7 @@ class EngineProcess:
         self.log = folder / f"{name}-{time.time_ns()}.requests"
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(
-            target=_serve, args=(name, checkpoint, addresses, kill, theirs, self.log), daemon=True
+            target=_serve, args=(name, checkpoint, addresses, kill, theirs, self.log, _credentials()), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -101,7 +101,13 @@ def combined(bits: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{n}{d}" for n, d in sorted(bits.items())).encode()).hexdigest()
 
 
-def _serve(name, checkpoint, addresses, kill, pipe, log) -> None:  # noqa: PLR0917 - a process's arguments
+def _credentials() -> dict[str, str]:
+    """Of the object store; the process that engines are forked from may be older than they are."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+def _serve(name, checkpoint, addresses, kill, pipe, log, environment) -> None:  # noqa: PLR0917 - a process's arguments
+    os.environ.update(environment)
     torch.set_num_threads(1)
     trigger = Trigger(kill)
     model = Served()

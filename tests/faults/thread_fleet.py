@@ -75,12 +75,18 @@ class ThreadEngine:
 class Fleet:
     """Everything of one record under one folder; ``close`` checks every answer that any engine gave."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any] | None = None, payloads: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any] | None = None,
+        payloads: Path | None = None,
+        delivery: str | None = None,
+    ) -> None:
         self.folder = folder
         self.payloads = payloads or folder / "payloads"
         self.addresses: dict[str, Any] = {
             "control": f"sqlite://{folder}/record.db",
-            "delivery": f"file://{self.payloads}",
+            "delivery": delivery or f"file://{self.payloads}",
             "settings": {**SETTINGS, **(settings or {})},
         }
         self._hooks: list[tuple[str, Callable[[Step], None]]] = []

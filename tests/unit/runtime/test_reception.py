@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 
 from dcr.delivery.folder import FolderDelivery
-from dcr.delivery.interface import DeliveryError, manifest_key, payload_key
+from dcr.delivery.interface import DeliveryError, LookPause, manifest_key, payload_key
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, PayloadIdentity
 from dcr.protocol.messages import Prepare
 from dcr.protocol.record import OwnerRef
-from dcr.runtime.reception import Reception
+from dcr.runtime.reception import Reception, StoreInbox
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory, read_shared
 
@@ -125,6 +125,29 @@ def test_an_engine_that_sees_nothing_does_not_make_the_store_be_asked_twice(host
     host.put(0, b"there")
     assert host.read("a", 0) == b"there"  # whoever asked last asks again
     assert host.read("b", 0) == b"there"
+
+
+def test_a_store_where_looks_cost_is_asked_with_growing_pauses(host_of):
+    host = host_of()
+    host.store.look_pause = LookPause(0.02, 0.3)
+    direct = StoreInbox(Counting(host.store._root), 1000)
+    direct._delivery.look_pause = host.store.look_pause
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        assert host.inboxes["a"].payload(identity(0)) is host.inboxes["b"].payload(identity(0)) is None
+        assert direct.payload(identity(0)) is None
+        time.sleep(0.001)
+    # 0.02 + 0.03 + 0.045 + ... + 0.3 + 0.3: ten looks, where a folder is asked hundreds of times.
+    assert 3 <= host.store.missed <= 11
+    assert 3 <= direct._delivery.missed <= 11
+    for n in range(2):
+        host.put(n, b"there")
+    until = time.monotonic() + 10
+    while host.read("a", 0) is None or direct.payload(identity(0)) is None:
+        assert time.monotonic() < until
+    missed = host.store.missed
+    assert host.read("a", 1) == b"there"  # the next one is looked for at once
+    assert host.store.missed == missed
 
 
 def test_an_engine_that_is_behind_holds_up_nobody_and_reads_anew_what_had_to_go(host_of):
