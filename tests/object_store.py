@@ -14,6 +14,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 ACCESS_KEY, SECRET_KEY = "an-access-key", "a-secret-key-of-no-use-elsewhere"
+READER_KEY = "an-access-key-that-may-only-read"
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": ACCESS_KEY,
     "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -34,11 +35,12 @@ class ObjectStore:
         self._process: subprocess.Popen[bytes] | None = None
         self._ports = _free_ports(5)
         (folder / "data").mkdir(parents=True)
-        rights = ["Admin", "Read", "List", "Tagging", "Write"]
-        keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        (folder / "s3.json").write_text(
-            json.dumps({"identities": [{"name": "dcr", "credentials": keys, "actions": rights}]})
-        )
+        rights = {ACCESS_KEY: ["Admin", "Read", "List", "Tagging", "Write"], READER_KEY: ["Read", "List"]}
+        identities = [
+            {"name": key, "credentials": [{"accessKey": key, "secretKey": SECRET_KEY}], "actions": actions}
+            for key, actions in rights.items()
+        ]
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
         for left in reversed(range(_TRIES)):
             try:
                 self.start()

@@ -12,9 +12,7 @@ from dcr.protocol.errors import RefusedError
 if TYPE_CHECKING:
     from dcr.delivery.relay.address import Directory
 
-_FORMS = (
-    "file:///absolute/folder, s3://bucket/prefix?endpoint=URL or relay:///folder/of/credentials?listen=host:port"
-)
+_FORMS = "file:///absolute/folder, s3://bucket/prefix?endpoint=URL or relay:///folder/of/credentials?listen=host:port"
 
 
 def open_delivery(address: str, directory: "Directory | None" = None, *, receives: bool = False) -> Delivery:
@@ -40,7 +38,11 @@ def open_delivery(address: str, directory: "Directory | None" = None, *, receive
         parts, path, named = urlsplit("?"), Path(), b""
     if parts.scheme == "s3":
         return _open_s3(address)
-    if parts.scheme == "relay" and directory is not None:
+    if parts.scheme == "relay":
+        if directory is None:
+            raise RefusedError(
+                "delivery address of a relay: its nodes are found beside a commit record, and here is none"
+            )
         return _open_relay(address, directory, receives=receives)
     if (
         parts.scheme != "file"

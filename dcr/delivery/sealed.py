@@ -8,6 +8,7 @@ record, epoch, owner, incarnation and sequence, an object of the run itself is r
 import hmac
 
 from dcr.delivery.interface import Delivery, DeliveryError
+from dcr.delivery.traffic import Traffic
 
 MAGIC = b"dcrSEAL1"
 SEAL_BYTES = len(MAGIC) + 32
@@ -25,11 +26,20 @@ class SealedDelivery:
     Args:
         inner: where objects are kept; closed with this.
         secret: of the record; whoever holds it is trusted to write.
+
+    Attributes:
+        look_pause: of the inner one.
     """
 
     def __init__(self, inner: Delivery, secret: bytes) -> None:
+        self.look_pause = inner.look_pause
         self._inner = inner
         self._secret = hmac.digest(secret, b"dcr delivered objects", "sha256")
+
+    @property
+    def traffic(self) -> Traffic:
+        """See Delivery; with the seals."""
+        return self._inner.traffic
 
     def put(self, key: str, data: bytes) -> None:
         """See Delivery."""
@@ -60,6 +70,14 @@ class SealedDelivery:
     def keys(self, prefix: str) -> list[str]:
         """See Delivery; seals are not looked at."""
         return self._inner.keys(prefix)
+
+    def segments(self, prefix: str) -> list[str]:
+        """See Delivery."""
+        return self._inner.segments(prefix)
+
+    def tidy(self) -> None:
+        """See Delivery."""
+        self._inner.tidy()
 
     def close(self) -> None:
         """See Delivery."""

@@ -22,6 +22,7 @@ from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress import EngineStatus
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
+from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
@@ -88,7 +89,8 @@ class RolloutNode:
             plane = open_control_plane(control)
             opened.callback(plane.close)
             secret = load_or_create_secret(secret_path(control))
-            store = SealedDelivery(open_delivery(delivery), record_secret(secret, record_id))
+            directory = RelayDirectory(plane, record_id)
+            store = SealedDelivery(open_delivery(delivery, directory, receives=True), record_secret(secret, record_id))
             opened.callback(store.close)
             memory = SharedMemory(record_id, time.time_ns())
             opened.callback(memory.close)

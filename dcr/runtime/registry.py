@@ -1,8 +1,11 @@
-"""Where the leader listens: one entry in the control plane's registry, beside the record (DESIGN section 6)."""
+"""Where the leader and the nodes of a relay listen: in the control plane's registry, beside the record (DESIGN 6)."""
+
+from collections.abc import Mapping
 
 from dcr.control_plane.interface import ControlPlane
 
 _KIND, _NAME = "leader", "address"
+_RELAY = "relay"
 
 
 def register_leader(control: ControlPlane, record_id: str, address: str) -> None:
@@ -14,3 +17,28 @@ def leader_address(control: ControlPlane, record_id: str) -> str | None:
     """Where the leader of this record listens; None if nobody has said so."""
     value = control.lookup(record_id, _KIND, _NAME)
     return None if value is None else value.decode()
+
+
+class RelayDirectory:
+    """The nodes of a record's relay; see ``delivery.relay.address.Directory``.
+
+    Args:
+        control: the control plane.
+        record_id: the record.
+    """
+
+    def __init__(self, control: ControlPlane, record_id: str) -> None:
+        self._control = control
+        self._record_id = record_id
+
+    def nodes(self) -> Mapping[str, bytes]:
+        """Every node that listens, by name."""
+        return self._control.registered(self._record_id, _RELAY)
+
+    def enter(self, name: str, value: bytes) -> None:
+        """This node listens; one of this name that did before does no more."""
+        self._control.register(self._record_id, _RELAY, name, value)
+
+    def leave(self, name: str) -> None:
+        """This node listens no more."""
+        self._control.unregister(self._record_id, _RELAY, name)

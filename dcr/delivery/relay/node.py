@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import xxhash
 
-from dcr.delivery.interface import DeliveryError, check_key, check_prefix
+from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_prefix
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.credentials import Credentials
@@ -18,6 +18,7 @@ from dcr.delivery.relay.holding import Holding
 from dcr.delivery.relay.peer import Peer, Shipment
 from dcr.delivery.relay.tree import Node
 from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.traffic import Traffic, TrafficCounter
 from dcr.protocol.errors import RefusedError
 
 _log = logging.getLogger("dcr.relay")
@@ -40,10 +41,13 @@ class RelayNode:
         DeliveryError: the port is taken, or the address is not this machine's.
     """
 
+    look_pause = LookPause()  # a look is a look into this process's memory
+
     def __init__(self, credentials: Credentials, host: str, port: int, bounds: Bounds) -> None:
         self._credentials = credentials
         self._bounds = bounds
         self._holding = Holding(bounds.relay_bytes_max)
+        self._counter = TrafficCounter()
         self._changed = threading.Condition()
         self._peers: dict[Node, Peer] = {}
         self._connections: set[socket.socket] = set()
@@ -58,6 +62,11 @@ class RelayNode:
         self._acceptor.start()
 
     # ------------------------------------------------------------ for the node's engines
+
+    @property
+    def traffic(self) -> Traffic:
+        """See Delivery: objects that came in count as received, and those that were passed on as sent."""
+        return self._counter.traffic
 
     def put(self, key: str, data: bytes) -> None:
         """Refused: nodes write nothing."""
@@ -77,6 +86,13 @@ class RelayNode:
         """See Delivery: what this node holds."""
         check_prefix(prefix)
         return self._holding.keys(prefix)
+
+    def segments(self, prefix: str) -> list[str]:
+        """See Delivery: what this node holds."""
+        return sorted({key[len(prefix) :].split("/", 1)[0] for key in self.keys(prefix)})
+
+    def tidy(self) -> None:
+        """See Delivery: what is held goes when there is no room."""
 
     def close(self) -> None:
         """Stop listening, and give up what is on its way; safe to repeat."""
@@ -198,6 +214,7 @@ class RelayNode:
         try:
             wire.send_frame(connection, wire.GO)
             data = wire.receive_bytes(connection, size)
+            self._counter.received(size)
             if xxhash.xxh3_128_digest(data) != offered.digest:
                 return f"object {offered.key} does not match its digest"
             kept = True
@@ -221,6 +238,7 @@ class RelayNode:
                 arrived.notify_all()
 
         for branch in offered.branches:
+            self._counter.asked(len(data))
             self._peer(branch.node).send(Shipment(offered.key, data, offered.digest, branch.branches, then))
 
         def over(wait_s: float) -> bool:

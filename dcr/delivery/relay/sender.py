@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 import msgspec
 import xxhash
 
-from dcr.delivery.interface import DeliveryError, check_key, check_prefix
+from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_prefix
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.peer import Peer, Shipment
 from dcr.delivery.relay.tree import Node, plan
 from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.traffic import Traffic, TrafficCounter
 
 _log = logging.getLogger("dcr.relay")
 _NAMED_MAX = 5
@@ -43,11 +44,9 @@ class RelaySender:
         nodes: the rollout nodes that listen now, by name; asked once for every epoch.
         context: of TLS.
         bounds: of the relay.
-
-    Attributes:
-        objects: how many were sent.
-        bytes: of these, each counted once; what crossed the cluster boundary, frames aside.
     """
+
+    look_pause = LookPause()
 
     def __init__(self, nodes: Callable[[], Mapping[str, bytes]], context: ssl.SSLContext, bounds: Bounds) -> None:
         self._nodes = nodes
@@ -60,8 +59,12 @@ class RelaySender:
         self._suspects: set[str] = set()
         self._turn = 0
         self._closed = False
-        self.objects = 0
-        self.bytes = 0
+        self._counter = TrafficCounter()
+
+    @property
+    def traffic(self) -> Traffic:
+        """See Delivery: each object counts once, as one request, whether or not it got to everybody."""
+        return self._counter.traffic
 
     def put(self, key: str, data: bytes) -> None:
         """Send an object; returns when every node holds it, but for those that were lost before.
@@ -79,6 +82,7 @@ class RelaySender:
             done.set()
 
         root, shipment, aside = self._planned(key, data, digest, then)
+        self._counter.asked(len(data))
         root.send(shipment)
         for suspect in aside:
             name = suspect.node.name
@@ -91,9 +95,6 @@ class RelaySender:
             named = "; ".join(f"{f.node}: {f.reason}" for f in failures[:_NAMED_MAX])
             more = "" if len(failures) <= _NAMED_MAX else f"; and {len(failures) - _NAMED_MAX} more"
             raise RelayError(f"object {key} ({len(data)} bytes) did not get to {len(failures)} nodes: {named}{more}")
-        with self._lock:
-            self.objects += 1
-            self.bytes += len(data)
 
     def get(self, key: str, size_max: int) -> bytes | None:
         """Refused: owners read nothing."""
@@ -107,6 +108,14 @@ class RelaySender:
         """None: nothing is kept here."""
         check_prefix(prefix)
         return []
+
+    def segments(self, prefix: str) -> list[str]:
+        """None: nothing is kept here."""
+        check_prefix(prefix)
+        return []
+
+    def tidy(self) -> None:
+        """Nothing is kept here."""
 
     def close(self) -> None:
         """Give up what waits, and end connections; safe to repeat."""

@@ -5,6 +5,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TypeVar, get_args
 
 from dcr.control_plane.address import open_control_plane
@@ -15,6 +16,7 @@ from dcr.rollout.vllm.answer_label import AnswerLabelMiddleware
 from dcr.rollout.vllm.async_engine import OnClose
 from dcr.rollout.vllm.worker_extension import worker_extension_cls
 from dcr.runtime.handshake import Peer
+from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import LARGEST, Settings
@@ -139,9 +141,11 @@ def _check(args: Namespace) -> None:
     if held < 0:
         raise OptionError(f"--dcr-held-requests-max: {held} must be 0 or more requests")
     # Opened for good: a file that is not a record and a folder that cannot be written are found no other way.
-    _named("--dcr-control", lambda: open_control_plane(args.dcr_control).close())
-    _named("--dcr-control", lambda: load_or_create_secret(secret_path(args.dcr_control)))
-    _named("--dcr-delivery", lambda: open_delivery(args.dcr_delivery).close())
+    with closing(_named("--dcr-control", lambda: open_control_plane(args.dcr_control))) as control:
+        _named("--dcr-control", lambda: load_or_create_secret(secret_path(args.dcr_control)))
+        # As an owner's: a relay's node would be entered where owners look for it.
+        directory = RelayDirectory(control, args.dcr_record)
+        _named("--dcr-delivery", lambda: open_delivery(args.dcr_delivery, directory).close())
 
 
 def _settings(args: Namespace) -> None:

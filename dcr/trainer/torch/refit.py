@@ -22,6 +22,7 @@ from dcr.protocol.messages import Outcome
 from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.owner_host import OwnerHost
+from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
@@ -111,7 +112,9 @@ class Refit:
         self._source = source
         self._control = open_control_plane(control)
         secret = load_or_create_secret(secret_path(control))
-        self._delivery = SealedDelivery(open_delivery(delivery), record_secret(secret, record_id))
+        self._delivery = SealedDelivery(
+            open_delivery(delivery, RelayDirectory(self._control, record_id)), record_secret(secret, record_id)
+        )
         owners: list[str] = ranks.gather(source.owner)
         self._coordinator: CoordinatorHost | None = None
         if ranks.rank == 0:

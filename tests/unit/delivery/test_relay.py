@@ -65,7 +65,7 @@ def test_every_node_holds_every_object_bit_for_bit(three, sizes, fan_out, connec
             assert node.ask("get", key, 1 << 20) == data
         assert node.ask("keys", f"{prefix}/") == sorted(objects)
         assert node.ask("get", f"{prefix}/none", 10) is None
-    assert (owner.objects, owner.bytes) == (len(sizes), sum(sizes))
+    assert (owner.traffic.requests, owner.traffic.bytes_up) == (len(sizes), sum(sizes))
     crossed = sum(peer.bytes for peer in owner._peers.values())
     assert crossed == sum(sizes), "each object crosses the boundary once"
     owner.close()

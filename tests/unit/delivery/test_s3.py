@@ -9,6 +9,7 @@ import pytest
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryConflictError, DeliveryError, sweep
 from dcr.protocol.errors import RefusedError
+from tests.object_store import READER_KEY
 
 PART = 5 << 20
 PARTS = f"&part_bytes={PART}&parallel_parts=2"
@@ -309,6 +310,18 @@ def test_opening_what_cannot_be_used_says_what_to_do(change, said, bucket, runni
         open_delivery(f"s3://{place['bucket']}/p?endpoint={place['endpoint']}")
     assert "\n" not in str(error.value)
     assert "a-secret-key" not in str(error.value)
+
+
+def test_a_node_needs_no_right_to_write(s3_of, monkeypatch):
+    s3_of().put("k/1", b"12345")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER_KEY)
+    reader = s3_of()
+    assert reader.get("k/1", 5) == b"12345"
+    assert reader.get("not-there", 5) is None
+    with pytest.raises(DeliveryError, match=r"storing k2 \(1 bytes\): refused, after 1 try.*403 AccessDenied"):
+        reader.put("k2", b"1")
+    with pytest.raises(DeliveryError, match="AccessDenied"):
+        reader.delete_prefix("k/")
 
 
 def test_a_server_killed_in_the_middle_of_everything_loses_and_mixes_up_nothing(s3_of, bucket, running_store, network):

@@ -1,5 +1,9 @@
 """Addresses of object stores: what is read from them, what is refused, and that no secret is shown."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +24,13 @@ def test_an_address_and_its_defaults():
         assert S3Address.parse(whole).prefix == ""
     assert S3Address.parse("s3://weights") == S3Address(bucket="weights")
     assert S3Address.parse("s3://weights?look_pause_s=0&look_pause_max_s=0").look_pause_s == 0
+
+
+def test_the_page_lists_every_field_with_its_default():
+    page = (Path(__file__).parents[3] / "docs" / "delivery.md").read_text()
+    listed = dict(re.findall(r"^\| `([a-z_]+)` \| `?([^|`]*?)`? \|", page, re.MULTILINE))
+    fields = {f.name: str(f.default) for f in dataclasses.fields(S3Address) if f.name not in {"bucket", "prefix"}}
+    assert listed == fields | {"endpoint": "Amazon's", "region": "boto3's"}
 
 
 @pytest.mark.parametrize(

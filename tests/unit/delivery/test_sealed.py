@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr.delivery.folder import FolderDelivery
-from dcr.delivery.interface import DeliveryConflictError
+from dcr.delivery.interface import DeliveryConflictError, LookPause
 from dcr.delivery.sealed import SealedDelivery, UnsealedError
 from dcr.protocol.errors import RefusedError
 
@@ -18,6 +18,8 @@ KEY = "r/1/0.payload"
 
 class Kept:
     """Objects in a dictionary, which anybody may change."""
+
+    look_pause = LookPause()
 
     def __init__(self):
         self.objects = {}
