@@ -75,9 +75,9 @@ class SealedDelivery:
         """See Delivery."""
         return self._inner.segments(prefix)
 
-    def tidy(self) -> None:
+    def tidy(self, prefix: str) -> None:
         """See Delivery."""
-        self._inner.tidy()
+        self._inner.tidy(prefix)
 
     def close(self) -> None:
         """See Delivery."""

@@ -91,8 +91,9 @@ class RelayNode:
         """See Delivery: what this node holds."""
         return sorted({key[len(prefix) :].split("/", 1)[0] for key in self.keys(prefix)})
 
-    def tidy(self) -> None:
+    def tidy(self, prefix: str) -> None:
         """See Delivery: what is held goes when there is no room."""
+        check_prefix(prefix)
 
     def close(self) -> None:
         """Stop listening, and give up what is on its way; safe to repeat."""

@@ -114,8 +114,9 @@ class RelaySender:
         check_prefix(prefix)
         return []
 
-    def tidy(self) -> None:
+    def tidy(self, prefix: str) -> None:
         """Nothing is kept here."""
+        check_prefix(prefix)
 
     def close(self) -> None:
         """Give up what waits, and end connections; safe to repeat."""
