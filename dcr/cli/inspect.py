@@ -59,26 +59,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     fewest = max(options.tp, options.ep * options.etp) * options.pp
     layout = Layout(options.tp, options.pp, options.ep, options.etp, options.ranks or fewest)
     inspection = _inspected(_config(options.model), layout)
-    total = inspection.size_bytes
-    say(f"{options.model}: {total / 1e9:,.2f} GB in {sum(c.tensors for c in inspection.classes):,} canonical tensors")
-    say(f"{'':8}{'share':>9}{'GB':>10}{'tensors':>9}  class")
-    for one in inspection.classes:
-        state = "residual" if one.residual else "direct"
-        share = one.size_bytes / total
-        say(f"{state:8}{share:>9.4%}{one.size_bytes / 1e9:>10.3f}{one.tensors:>9,}  {one.name} ({one.kind})")
-        if one.residual:
-            say(f"{'':8}{one.residual}")
-    say(f"direct: {inspection.direct_share:.4%} of the bytes")
-    low, high = min(inspection.owned_bytes), max(inspection.owned_bytes)
-    say(
-        f"owners: {layout.ranks} ranks, {low / 1e9:,.3f} to {high / 1e9:,.3f} GB each, fullest over mean "
-        f"{inspection.imbalance:.3f}; each keeps as much in host memory"
-    )
+    for line in f"{options.model}: {inspection}".splitlines():
+        say(line)
     return {
         "ok": True,
         "model": options.model,
         "layout": asdict(layout),
-        "size_bytes": total,
+        "size_bytes": inspection.size_bytes,
         "direct_share": inspection.direct_share,
         "classes": [asdict(one) for one in inspection.classes],
         "owned_bytes": list(inspection.owned_bytes),

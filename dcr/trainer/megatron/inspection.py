@@ -1,22 +1,25 @@
-"""What a refit of a model would cost, from a model without weights: classes of tensors, shares, balance, memory.
+"""What the refit of a model costs, one without weights or a live one: classes of tensors, shares, balance, memory.
 
-Tensors whose names differ in numbers alone, of one shape and dtype and converted alike, are a class.  One of each is
-put through the same learning as in a trainer; the rest is counting.
+Of a live model every rank says what it owns.  Of one without weights, tensors whose names differ in numbers alone, of
+one shape and dtype and converted alike, are a class; one of each is put through the same learning as in a trainer, and
+the rest is counting.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dcr.protocol.errors import RefusedError
 from dcr.trainer.megatron.conversion import Conversion, Replace, Task
+from dcr.trainer.megatron.lockstep import Lockstep
 from dcr.trainer.megatron.projection import Projection, learn
 from dcr.trainer.torch.ownership import Shard, assign
 from dcr.trainer.torch.ranks import Ranks
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_RANKS_A_LINE = 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")
 
 
@@ -87,17 +90,26 @@ class TensorClass:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """What was found; printing it shows a table.
 
     Attributes:
         classes: biggest first.
-        owned_bytes: bytes each rank answers for, and keeps in host memory.
-        imbalance: the fullest rank over the mean.
+        owned_bytes: bytes each rank answers for.
+        memory_bytes: host memory each rank keeps them in.
+        imbalance: the fullest rank over the mean, of owned bytes.
     """
 
     classes: tuple[TensorClass, ...]
     owned_bytes: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
     imbalance: float
+
+    @classmethod
+    def of(cls, classes: Iterable[TensorClass], owned: Sequence[int], memory: Sequence[int]) -> "Inspection":
+        """Sort classes, and weigh owners against each other."""
+        mean = sum(owned) / len(owned)
+        ordered = sorted(classes, key=lambda c: (-c.size_bytes, c.name, c.residual))
+        return cls(tuple(ordered), tuple(owned), tuple(memory), max(owned) / mean if mean else 1.0)
 
     @property
     def size_bytes(self) -> int:
@@ -109,6 +121,79 @@ class Inspection:
         """Share of the bytes that are projected directly, 0 to 1."""
         return sum(c.size_bytes for c in self.classes if not c.residual) / self.size_bytes if self.size_bytes else 1.0
 
+    def __str__(self) -> str:
+        tensors = sum(c.tensors for c in self.classes)
+        lines = [
+            f"{self.size_bytes / 1e9:,.2f} GB in {tensors:,} canonical tensors",
+            f"{'':8}{'share':>9}{'GB':>10}{'tensors':>9}  class",
+        ]
+        for one in self.classes:
+            state = "residual" if one.residual else "direct"
+            share = one.size_bytes / max(self.size_bytes, 1)
+            lines.append(
+                f"{state:8}{share:>9.4%}{one.size_bytes / 1e9:>10.3f}{one.tensors:>9,}  {one.name} ({one.kind})"
+            )
+            if one.residual:
+                lines.append(f"{'':8}{one.residual}")
+        lines.append(f"direct: {self.direct_share:.4%} of the bytes; residual: {1 - self.direct_share:.4%}")
+        low, high = min(self.owned_bytes), max(self.owned_bytes)
+        lines.append(
+            f"owners: {len(self.owned_bytes)} ranks, {low / 1e9:,.3f} to {high / 1e9:,.3f} GB each, fullest over mean "
+            f"{self.imbalance:.3f}"
+        )
+        for first in range(0, len(self.memory_bytes), _RANKS_A_LINE):
+            some = self.memory_bytes[first : first + _RANKS_A_LINE]
+            sizes = " ".join(f"{size / 1e9:.3f}" for size in some)
+            lines.append(f"host memory in GB, ranks {first} to {first + len(some) - 1}: {sizes}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a rank says of one task of a live model.
+
+    Attributes:
+        task: its name.
+        kind: what converts it.
+        residual: why it is residual; empty if it is direct.
+        tensors: the canonical tensors that this rank answers for, with the bytes of its share in each.
+    """
+
+    task: str
+    kind: str
+    residual: str
+    tensors: Mapping[str, int]
+
+
+def inspect_live(
+    portions: Iterable[Portion], owned_bytes: Sequence[int], memory_bytes: int, ranks: Ranks
+) -> Inspection:
+    """Put together what all ranks say of a model that is being refitted; collective, the same on every rank.
+
+    Args:
+        portions: of this rank.
+        owned_bytes: of all ranks.
+        memory_bytes: of this rank.
+        ranks: those that hold the model.
+    """
+    mine: dict[tuple[str, str, str], tuple[set[str], set[str], int]] = {}
+    for portion in portions:
+        key = (_NUMBER.sub("*", portion.task), portion.kind, portion.residual)
+        tasks, tensors, size = mine.get(key, (set(), set(), 0))
+        mine[key] = (tasks | {portion.task}, tensors | portion.tensors.keys(), size + sum(portion.tensors.values()))
+    everyone: dict[tuple[str, str, str], tuple[set[str], set[str], int]] = {}
+    memory = []
+    for theirs, theirs_bytes in ranks.gather((mine, memory_bytes)):
+        memory.append(theirs_bytes)
+        for key, (tasks, tensors, size) in theirs.items():
+            before = everyone.get(key, (set(), set(), 0))
+            everyone[key] = (before[0] | tasks, before[1] | tensors, before[2] + size)
+    classes = [
+        TensorClass(name, kind, len(tasks), len(tensors), size, reason)
+        for (name, kind, reason), (tasks, tensors, size) in everyone.items()
+    ]
+    return Inspection.of(classes, owned_bytes, memory)
+
 
 class _Sample:
     """Some tasks of a conversion, with host tensors in the place of tensors without storage."""
@@ -119,7 +204,7 @@ class _Sample:
         self._tasks = []
         for task in chosen.values():
             assert task.tensor is not None, "one rank holds every tensor"
-            stand_in = torch.empty(task.tensor.shape, dtype=task.tensor.dtype)  # never touched: costs no memory
+            stand_in = torch.empty(task.tensor.shape, dtype=task.tensor.dtype)  # its values do not matter
             self._tasks.append(Task(task.name, task.kind, stand_in))
 
     def tasks(self) -> Sequence[Task]:
@@ -166,16 +251,13 @@ def inspect(conversion: Conversion, layout: Layout) -> Inspection:
         key = (name, task.kind, tuple(task.tensor.shape), task.tensor.dtype, task.split, task.expert)
         classes.setdefault(key, []).append(number)
     chosen = [numbers[0] for numbers in classes.values()]
-    projection = learn(_Sample(conversion, {n: tasks[n] for n in chosen}), Ranks())
+    projection = learn(_Sample(conversion, {n: tasks[n] for n in chosen}), Lockstep(Ranks()))
     found = [
         _class_of(tasks[numbers[0]], len(numbers), projection, sample)
         for sample, numbers in enumerate(classes.values())
     ]
     owned = _owned_bytes(tasks, list(zip(classes.values(), found, strict=True)), layout)
-    mean = sum(owned) / len(owned)
-    return Inspection(
-        tuple(sorted(found, key=lambda c: (-c.size_bytes, c.name))), owned, max(owned) / mean if mean else 1.0
-    )
+    return Inspection.of(found, owned, owned)
 
 
 def _class_of(task: Task, count: int, projection: Projection, sample: int) -> TensorClass:
@@ -184,7 +266,7 @@ def _class_of(task: Task, count: int, projection: Projection, sample: int) -> Te
     reason = ""
     if sample in projection.residual:
         reason = projection.residual[sample].reason
-        names = {name for numbers, made in projection.groups if sample in numbers for name in made}
+        names = {name for group in projection.groups if sample in group.numbers for name in group.names}
     size_bytes = sum(specs[name].numel * specs[name].dtype.itemsize for name in names)
     if not names:
         assert task.tensor is not None, "one rank holds every tensor"

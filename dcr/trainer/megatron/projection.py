@@ -7,13 +7,15 @@ see, adapters for one, by other values; every bit must come out where the ids di
 Every other one is *residual*, with the reason: it casts, computes, joins tensors that change its values, repeats or
 drops into padding, or fails on ids.  Tasks that share a canonical tensor with a residual one are residual too.
 
+In the second run, and in two more of residual tasks, the bits of all live tensors are flipped: what a task reads beside
+the tensor that it is given shows in what comes out of it.
+
 Learning needs host memory for the ids of the largest canonical tensor, int64, and some ten int64 for each of
 ``FIT_ELEMENTS``, whatever the model's size.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +25,9 @@ from dcr.data_plane.bits import bit_view
 from dcr.data_plane.index_map import Box, IndexMap, fit
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol.errors import RefusedError
-from dcr.trainer.megatron.conversion import Conversion, Task
+from dcr.trainer.megatron.conversion import Conversion, Replace, Task
+from dcr.trainer.megatron.disturbance import Mask, enlarged, flip, flipped, others_changed, scrambled
+from dcr.trainer.megatron.lockstep import Lockstep, Take
 from dcr.trainer.random_bits import random_bits
 from dcr.trainer.torch.ranks import Ranks
 
@@ -35,6 +39,8 @@ _RANK_BITS = 13
 _TASK_BITS = 17
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _RANK_MASK = (1 << _RANK_BITS) - 1
+
+_READS_LIVE = "; it reads live weights beside its own, so any change converts it"
 
 Pieces = dict[int, dict[str, IndexMap]]
 """By task and canonical tensor, from flat position in this rank's shard to flat index in the canonical tensor."""
@@ -50,6 +56,21 @@ class Residual:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Residual tasks that have to be converted together.
+
+    Attributes:
+        numbers: the tasks.
+        names: the canonical tensors that they make.
+        reads_live: whether what they make depends on live tensors of tasks beside what they are given.
+    """
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    reads_live: bool
+
+
+@dataclass(frozen=True)
 class Projection:
     """What was learned of a conversion; the same on every rank but for ``pieces``.
 
@@ -57,13 +78,13 @@ class Projection:
         specs: all canonical tensors, in order of name.
         pieces: this rank's maps of direct tasks.
         residual: residual tasks by number.
-        groups: residual tasks that have to be converted together, each with the canonical tensors that they make.
+        groups: the same tasks, and what they make.
     """
 
     specs: tuple[TensorSpec, ...]
     pieces: Pieces
     residual: dict[int, Residual]
-    groups: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    groups: tuple[Group, ...]
 
 
 @dataclass
@@ -72,33 +93,47 @@ class _Learner:
 
     conversion: Conversion
     tasks: Sequence[Task]
-    rank: int
+    lockstep: Lockstep
     reasons: dict[int, str] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     origins: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     pieces: Pieces = field(default_factory=dict)
 
-    def run(
-        self,
-        numbers: Iterable[int],
-        replace_by: Callable[[int, torch.Tensor], torch.Tensor],
-        take: Callable[[int, str, torch.Tensor], None],
-        what: str,
-    ) -> None:
-        """Convert tasks and take what comes out; one that fails becomes residual, and the rest goes on without it."""
-        left = list(numbers)
-        current = [0]
-        while left:
-            current[0] = left[0]
-            try:
-                for name, tensor in self.conversion.convert(left, replace_by, lambda n: current.__setitem__(0, n)):
-                    take(current[0], name, tensor)
-            except Exception as error:  # noqa: BLE001  a conversion may raise anything on tensors it was not made for
-                self.blame((current[0],), f"its conversion fails on {what}: {type(error).__name__}: {error}")
-                left = left[left.index(current[0]) + 1 :]
-            else:
-                return
+    @property
+    def ranks(self) -> Ranks:
+        return self.lockstep.ranks
+
+    def run(self, numbers: Iterable[int], replace_by: Replace, take: Take, what: str) -> dict[int, str]:
+        """Convert tasks and take what comes out; past one that fails the rest goes on.  Those that failed, and why."""
+        left, failed = list(numbers), {}
+        while failure := self.lockstep.run(self.conversion, self.tasks, left, replace_by, take):
+            where = f" on rank {failure.rank}" if self.ranks.count > 1 else ""
+            failed[failure.number] = f"its conversion fails on {what}{where}: {failure.reason}"
+            left = left[left.index(failure.number) + 1 :]
+        return failed
+
+    def run_ids(self) -> None:
+        """The first run."""
+        failed = self.run(range(len(self.tasks)), self.ids, self.take_ids, "integer ids")
+        for number, reason in failed.items():
+            self.blame((number,), reason)
+
+    def run_values(self, made_by: Replace) -> None:
+        """Compare where values come out, on tasks that are direct so far, with what ids said."""
+        direct = [n for n in range(len(self.tasks)) if n not in self.reasons]
+        self.dtypes = {}
+        failed = self.run(
+            direct,
+            lambda n, live: made_by(n, live).to(live.device),
+            lambda n, name, tensor: self.take_values(n, name, tensor, made_by),
+            "random bits",
+        )
+        for number, reason in failed.items():
+            self.blame((number,), reason)
+        for name, origins in self.origins.items():
+            if name not in self.dtypes:
+                self.blame(origins, f"canonical {name}: whether it comes out depends on values or dtypes")
 
     def blame(self, numbers: Iterable[int], reason: str) -> None:
         """Make tasks residual; the first reason stays."""
@@ -106,7 +141,7 @@ class _Learner:
             self.reasons.setdefault(number, reason)
 
     def ids(self, number: int, live: torch.Tensor) -> torch.Tensor:
-        first = ((number + 1) << (_INDEX_BITS + _RANK_BITS)) | (self.rank << _INDEX_BITS)
+        first = ((number + 1) << (_INDEX_BITS + _RANK_BITS)) | (self.ranks.rank << _INDEX_BITS)
         return torch.arange(first, first + live.numel(), device=live.device).view(live.shape)
 
     def take_ids(self, number: int, name: str, tensor: torch.Tensor) -> None:
@@ -146,7 +181,7 @@ class _Learner:
 
     def _fit(self, origin: int, flat: torch.Tensor, start: int, boxes: list[Box], *, alone: bool) -> str | None:
         """Fit the elements that this rank holds of one task; what is wrong with them, if anything."""
-        held = (flat >> _INDEX_BITS) & _RANK_MASK == self.rank
+        held = (flat >> _INDEX_BITS) & _RANK_MASK == self.ranks.rank
         if not alone:
             held &= flat >> (_INDEX_BITS + _RANK_BITS) == origin + 1
         target = held.nonzero().view(-1)
@@ -163,10 +198,10 @@ class _Learner:
         return None
 
     def random(self, number: int, live: torch.Tensor) -> torch.Tensor:
-        return random_bits(live, (number << _RANK_BITS) | self.rank)
+        return random_bits(live, (number << _RANK_BITS) | self.ranks.rank)
 
-    def take_random(self, number: int, name: str, tensor: torch.Tensor) -> None:
-        """Compare what came out of random bits with what ids said of it."""
+    def take_values(self, number: int, name: str, tensor: torch.Tensor, made_by: Replace) -> None:
+        """Compare what came out of known bits with what ids said of it."""
         if self.shapes.get(name) != tuple(tensor.shape) or name in self.dtypes:
             self.blame((number,), f"canonical {name}: whether it comes out, and its shape, depend on values or dtypes")
             return
@@ -180,47 +215,54 @@ class _Learner:
             if tensor.dtype != live.dtype:
                 self.blame((origin,), f"canonical {name}: it casts {live.dtype} to {tensor.dtype}")
                 return
-            if not _moved(index_map, bit_view(self.random(origin, live)), bit_view(tensor)):
+            if not _moved(index_map, bit_view(made_by(origin, live)), bit_view(tensor)):
                 self.blame(
                     (origin,),
                     f"canonical {name}: random bits do not come out where ids do: it computes, or joins other tensors",
                 )
 
 
-def learn(conversion: Conversion, ranks: Ranks) -> Projection:
+def learn(conversion: Conversion, lockstep: Lockstep) -> Projection:
     """Learn which tasks are direct and their maps; collective.  Live weights must not change meanwhile.
 
-    Tensors of the model that are no task's are changed and put back in the second run.
+    Live tensors are changed and put back, bit for bit.
 
     Raises:
         RefusedError: on every rank alike: a conversion that differs among ranks, or does not fit its live weights.
+        OutOfStepError: on every rank alike; see ``Lockstep``.
     """
     tasks = conversion.tasks()
-    _check_sizes(tasks, ranks)
-    learner = _Learner(conversion, tasks, ranks.rank)
-    everything = range(len(tasks))
-    learner.run(everything, learner.ids, learner.take_ids, "integer ids")
-    _agree(learner, ranks)
-    direct = [n for n in everything if n not in learner.reasons]
-    with _others_changed(conversion.others()):
-        learner.run(direct, lambda n, t: learner.random(n, t).to(t.device), learner.take_random, "random bits")
-    for name, origins in learner.origins.items():
-        if name not in learner.dtypes:
-            learner.blame(origins, f"canonical {name}: whether it comes out depends on values or dtypes")
-    _agree(learner, ranks)
-    _refuse_overlaps(learner, ranks)
-    _agree(learner, ranks)
+    _check_sizes(tasks, lockstep.ranks)
+    learner = _Learner(conversion, tasks, lockstep)
+    learner.run_ids()
+    _agree(learner)
+    _check_values(learner)
     specs = {
         name: TensorSpec(name, shape, learner.dtypes[name])
         for name, shape in learner.shapes.items()
         if not any(n in learner.reasons for n in learner.origins[name])
     }
-    residual_specs, groups = _outline(learner, specs, ranks)
+    residual_specs, groups = _outline(learner, specs)
     kept = {n: piece for n, piece in learner.pieces.items() if n not in learner.reasons}
-    made = {number for numbers, _ in groups for number in numbers}
-    residual = {n: Residual(tasks[n].name, tasks[n].kind, learner.reasons[n]) for n in sorted(made)}
-    everything_made = {**specs, **residual_specs}
-    return Projection(tuple(everything_made[name] for name in sorted(everything_made)), kept, residual, groups)
+    residual = {
+        n: Residual(tasks[n].name, tasks[n].kind, learner.reasons[n] + (_READS_LIVE if group.reads_live else ""))
+        for group in groups
+        for n in group.numbers
+    }
+    everything = {**specs, **residual_specs}
+    return Projection(
+        tuple(everything[name] for name in sorted(everything)), kept, dict(sorted(residual.items())), groups
+    )
+
+
+def _check_values(learner: _Learner) -> None:
+    """The second run, and what it takes to own what passes it; collective."""
+    live = [task.tensor for task in learner.tasks if task.tensor is not None]
+    with others_changed(learner.conversion.others()), flipped(live, scrambled):
+        learner.run_values(learner.random)
+    _agree(learner)
+    _refuse_overlaps(learner)
+    _agree(learner)
 
 
 def _check_sizes(tasks: Sequence[Task], ranks: Ranks) -> None:
@@ -280,27 +322,13 @@ def _moved(index_map: IndexMap, source: torch.Tensor, target: torch.Tensor) -> b
     return True
 
 
-@contextmanager
-def _others_changed(others: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Give tensors other values for a while; integers stay."""
-    saved = [(tensor, tensor.clone()) for tensor in others.values() if tensor.is_floating_point()]
-    random = torch.Generator().manual_seed(0)
-    try:
-        for tensor, _ in saved:
-            tensor.copy_(torch.randn(tensor.shape, generator=random))
-        yield
-    finally:
-        for tensor, copy in saved:
-            tensor.copy_(copy)
-
-
-def _agree(learner: _Learner, ranks: Ranks) -> None:
+def _agree(learner: _Learner) -> None:
     """Bring reasons together over ranks and over shared canonical tensors; collective.
 
     Raises:
         RefusedError: ranks do not see the same canonical tensors.
     """
-    outlines = ranks.gather({name: (learner.shapes[name], learner.origins[name]) for name in learner.shapes})
+    outlines = learner.ranks.gather({name: (learner.shapes[name], learner.origins[name]) for name in learner.shapes})
     for rank, outline in enumerate(outlines):
         for name in sorted(outlines[0].keys() | outline.keys()):
             if outline.get(name) != outlines[0].get(name):
@@ -309,7 +337,7 @@ def _agree(learner: _Learner, ranks: Ranks) -> None:
                     "must export the whole checkpoint"
                 )
     merged: dict[int, str] = {}
-    for reasons in ranks.gather(learner.reasons):
+    for reasons in learner.ranks.gather(learner.reasons):
         for number, reason in reasons.items():
             merged.setdefault(number, reason)
     made = {n for origins in learner.origins.values() for n in origins}
@@ -336,8 +364,9 @@ def part_of(piece: Mapping[str, IndexMap]) -> str:
     return digest.hexdigest()
 
 
-def _refuse_overlaps(learner: _Learner, ranks: Ranks) -> None:
+def _refuse_overlaps(learner: _Learner) -> None:
     """Make tasks residual whose shards, replicas apart, do not hold each canonical element once; collective."""
+    ranks = learner.ranks
     mine = {part_of(piece): piece for n, piece in learner.pieces.items() if n not in learner.reasons}
     unique: dict[str, Mapping[str, IndexMap]] = {}
     for pieces in ranks.gather(mine):
@@ -370,12 +399,11 @@ def _covers(boxes: list[Box], numel: int) -> bool:
     return bool(seen.all())
 
 
-def _outline(
-    learner: _Learner, direct: Mapping[str, TensorSpec], ranks: Ranks
-) -> tuple[dict[str, TensorSpec], tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]]:
+def _outline(learner: _Learner, direct: Mapping[str, TensorSpec]) -> tuple[dict[str, TensorSpec], tuple[Group, ...]]:
     """What residual tasks make of the live weights, and which of them belong together; collective."""
     numbers = sorted(learner.reasons)
     specs: dict[str, TensorSpec] = {}
+    digests: dict[str, str] = {}
     leader = {n: n for n in numbers}
 
     def join(one: Iterable[int]) -> None:
@@ -392,25 +420,54 @@ def _outline(
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
         if name in direct or specs.setdefault(name, spec) != spec:
             problem = f"canonical {name} comes out more than once, of another task, shape or dtype"
+        digests[name] = digest_of(tensor)
         join({number, makers.setdefault(name, number), *(n for n in learner.origins.get(name, ()) if n in leader)})
 
-    failed = dict(learner.reasons)
-    learner.reasons = {}
-    learner.run(numbers, lambda _, live: live, take, "its live weights")
-    if learner.reasons:
-        number, reason = min(learner.reasons.items())
+    failed = learner.run(numbers, lambda _, live: live, take, "its live weights")
+    if failed:
+        number, reason = min(failed.items())
         problem = f"{learner.tasks[number].name}: {reason}"
-    learner.reasons = failed
-    ranks.refuse_together(problem)
+    learner.ranks.refuse_together(problem)
     made_by = {leader[n] for n in makers.values()}
     silent = [n for n in numbers if leader[n] not in made_by]
     later = [n for n in makers.values() if silent and n >= silent[0]]
     if later:  # what came out later may have been gathered from them
         join({*silent, *later})
+    reading = _reading_live(learner, numbers, digests)
     groups: dict[int, list[int]] = {}
     for number in numbers:
         groups.setdefault(leader[number], []).append(number)
     made: dict[int, list[str]] = {}
     for name, number in makers.items():
         made.setdefault(leader[number], []).append(name)
-    return specs, tuple((tuple(groups[key]), tuple(sorted(made[key]))) for key in sorted(made))
+    return specs, tuple(
+        Group(tuple(groups[key]), tuple(names := sorted(made[key])), not reading.isdisjoint({*groups[key], *names}))
+        for key in sorted(made)
+    )
+
+
+def _reading_live(learner: _Learner, numbers: Sequence[int], digests: Mapping[str, str]) -> set[int | str]:
+    """Tasks, and canonical tensors, that depend on live tensors of tasks beside what they are given; collective."""
+    live = [task.tensor for task in learner.tasks if task.tensor is not None]
+    reading: set[int | str] = set()
+    for mask in (scrambled, enlarged):
+
+        def as_before(_: int, tensor: torch.Tensor, mask: Mask = mask) -> torch.Tensor:
+            copy = tensor.clone()
+            flip(copy, mask)
+            return copy
+
+        seen: dict[str, str] = {}
+
+        def take(_: int, name: str, tensor: torch.Tensor, seen: dict[str, str] = seen) -> None:
+            seen[name] = digest_of(tensor)
+
+        with flipped(live, mask):
+            failed = learner.run(numbers, as_before, take, "other weights")
+        reading |= {*failed, *(name for name, digest in digests.items() if seen.get(name) != digest)}
+    return set().union(*learner.ranks.gather(reading))
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Of the stored bits; not of shape and dtype."""
+    return xxhash.xxh3_128_hexdigest(bit_view(tensor.reshape(-1)).cpu().numpy().data)

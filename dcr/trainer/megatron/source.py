@@ -4,9 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-import xxhash
 
-from dcr.data_plane.bits import bit_view
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.index_map import Box, IndexMap
@@ -15,7 +13,10 @@ from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.trainer.megatron.conversion import Conversion, Task
-from dcr.trainer.megatron.projection import Residual, learn, part_of
+from dcr.trainer.megatron.inspection import Inspection, Portion, inspect_live
+from dcr.trainer.megatron.lockstep import PEER_GRACE_S, Lockstep
+from dcr.trainer.megatron.projection import Group, Residual, digest_of, learn, part_of
+from dcr.trainer.megatron.replicas import Replicas
 from dcr.trainer.share import Live, OwnedShard, Share
 from dcr.trainer.torch.ownership import Ownership, Shard, assign
 from dcr.trainer.torch.ranks import Ranks
@@ -39,7 +40,9 @@ class MegatronSource:
         conversion: the trainer's own; it is run several times while this constructs, with other tensors.
         process_group: all ranks that hold the model; None is the default group, or one process without any.
         chunk_elements: elements handled at once; a chunk needs up to 72 bytes of temporary memory for each element.
-        check_replicas: compare the bits of replicas on different ranks by digests.
+        check_replicas: compare the bits of replicas on different ranks by digests, once.
+        check_replicas_always: compare them in every ``prepare`` too.
+        peer_grace_s: how long a rank may still be inside a conversion task that another rank has failed in.
 
     Attributes:
         specs: all canonical tensors, in order of name.
@@ -51,6 +54,7 @@ class MegatronSource:
 
     Raises:
         RefusedError: on every rank alike, by name: see ``projection.learn``; or replicas differ.
+        OutOfStepError: on every rank alike: a conversion failed on one rank inside its collectives.
     """
 
     def __init__(
@@ -60,25 +64,32 @@ class MegatronSource:
         process_group: dist.ProcessGroup | None = None,
         chunk_elements: int = 1 << 22,
         check_replicas: bool = True,
+        check_replicas_always: bool = False,
+        peer_grace_s: float = PEER_GRACE_S,
     ) -> None:
         self._conversion = conversion
         self._ranks = Ranks(process_group)
-        projection = learn(conversion, self._ranks)
+        self._lockstep = Lockstep(self._ranks, process_group, peer_grace_s=peer_grace_s)
+        projection = learn(conversion, self._lockstep)
         self._tasks = conversion.tasks()
         self._layout = self._layout_of(self._tasks)
         self._state = conversion.state()
         self.specs: tuple[TensorSpec, ...] = projection.specs
         self.owner = f"rank-{self._ranks.rank}"
         self.residual: tuple[Residual, ...] = tuple(projection.residual.values())
-        self._residual_numbers = tuple(projection.residual)
+        self._residual = projection.residual
+        self._pieces = projection.pieces
         self._groups = projection.groups
         self._numbers = {spec.name: number for number, spec in enumerate(self.specs)}
-        self.residual_specs = tuple(self.specs[self._numbers[name]] for _, names in self._groups for name in names)
+        self.residual_specs = tuple(self.specs[self._numbers[name]] for g in self._groups for name in g.names)
         self._bases = [0]
         for spec in self.specs:
             self._bases.append(self._bases[-1] + spec.numel)
         parts = {number: part_of(piece) for number, piece in projection.pieces.items()}
-        self.ownership = self._assign(parts, check_replicas=check_replicas)
+        self.ownership, self._replicas = self._assign(parts)
+        if check_replicas:
+            self._replicas.refuse_differing(self._tasks, self._ranks)
+        self._check_replicas_always = check_replicas_always
         shards = [
             OwnedShard(
                 number, Tracker(self._tasks[number].name, live, chunk_elements=chunk_elements), self._maps(piece)
@@ -87,6 +98,7 @@ class MegatronSource:
             if (live := self._tasks[number].tensor) is not None
             and self.ownership.owner[self._tasks[number].name, parts[number]] == self._ranks.rank
         ]
+        self._owned = tuple(shard.number for shard in shards)
         self._inputs = self._digests_of_inputs()
         self._candidate_inputs: dict[str, str] | None = None
         self._candidates = self._convert(self._groups)
@@ -131,7 +143,9 @@ class MegatronSource:
 
         Raises:
             RefusedError: on every rank alike, by name: tensors appeared, are gone or are laid out otherwise; or the
-                conversion fails, leaves a tensor out, or comes out with different bits on different ranks.
+                conversion fails, leaves a tensor out, or comes out with different bits on different ranks; or, if asked
+                for, replicas differ.
+            OutOfStepError: on every rank alike: a conversion failed on one rank inside its collectives.
         """
         self._refresh()
         # The optimizer may have written them on a stream that the threads which read them know nothing of.
@@ -139,6 +153,8 @@ class MegatronSource:
         for device in devices - {torch.device("cpu")}:
             torch.accelerator.synchronize(device)
         self._candidate_inputs = None
+        if self._check_replicas_always:
+            self._replicas.refuse_differing(self._tasks, self._ranks)
         inputs = self._digests_of_inputs()
         groups = self._affected(inputs)
         self._candidates = self._convert(groups)
@@ -174,11 +190,40 @@ class MegatronSource:
             On the first rank the canonical tensors, contiguous copies in host memory; None elsewhere.
         """
         state = {}
-        everything = range(len(self._tasks))
-        for name, tensor in self._conversion.convert(everything, lambda _, live: live, lambda _: None):
+
+        def take(_: int, name: str, tensor: torch.Tensor) -> None:
             if self._ranks.rank == 0:
                 state[name] = tensor.clone(memory_format=torch.contiguous_format)
+
+        everything = range(len(self._tasks))
+        if failure := self._lockstep.run(self._conversion, self._tasks, everything, lambda _, live: live, take):
+            raise RefusedError(str(failure))
         return state if self._ranks.rank == 0 else None
+
+    def inspect(self) -> Inspection:
+        """What of the model is projected directly, what is not and why, who owns it and what it costs; collective.
+
+        Returns:
+            The same on every rank; printing it shows a table.
+        """
+        itemsize = {spec.name: spec.dtype.itemsize for spec in self.specs}
+        portions = []
+        for number in self._owned:
+            task, piece = self._tasks[number], self._pieces[number]
+            sizes = {name: index_map.numel * itemsize[name] for name, index_map in piece.items()}
+            portions.append(Portion(task.name, task.kind, "", sizes))
+        for group in self._groups:
+            made = [self.specs[self._numbers[name]] for name in group.names]
+            sizes = {
+                spec.name: spec.numel * spec.dtype.itemsize
+                for spec in made
+                if self.ownership.owner[spec.name, _RESIDUAL] == self._ranks.rank
+            }
+            for number in group.numbers:  # what they make together is counted with the first
+                whole = self._residual[number]
+                counted = sizes if number == group.numbers[0] else {}
+                portions.append(Portion(whole.task, whole.kind, whole.reason, counted))
+        return inspect_live(portions, self.ownership.bytes_by_rank, self.memory_bytes, self._ranks)
 
     def _refresh(self) -> None:
         """Find the live tensors anew, where a rank has others than before; collective."""
@@ -201,28 +246,22 @@ class MegatronSource:
             f"{name}: {tensor.dtype} {tuple(tensor.shape)}, no task's" for name, tensor in others.items()
         ]
 
-    def _assign(self, parts: Mapping[int, str], *, check_replicas: bool) -> Ownership:
-        """Owners of direct shards and of residual canonical tensors, balanced together; collective."""
-        held = []
+    def _assign(self, parts: Mapping[int, str]) -> tuple[Ownership, Replicas]:
+        """Owners of direct shards and of residual canonical tensors, balanced together, and replicas; collective."""
+        held = {}
         for number, part in parts.items():
             tensor = self._tasks[number].tensor
             assert tensor is not None, "a piece is of a tensor that this rank holds"
-            digest = _digest(tensor) if check_replicas else ""
-            held.append((self._tasks[number].name, part, tensor.numel() * tensor.element_size(), digest))
+            held[number] = (self._tasks[number].name, part, tensor.numel() * tensor.element_size())
         holders: dict[tuple[str, str, int], list[int]] = {}
-        bits_of: dict[tuple[str, str], str] = {}
-        for rank, theirs in enumerate(self._ranks.gather(held)):
-            for name, part, size_bytes, digest in theirs:
-                holders.setdefault((name, part, size_bytes), []).append(rank)
-                if bits_of.setdefault((name, part), digest) != digest:
-                    first = holders[name, part, size_bytes][0]
-                    raise RefusedError(
-                        f"{name}: ranks {first} and {rank} hold replicas with different bits; synchronise them first"
-                    )
+        for rank, theirs in enumerate(self._ranks.gather(list(held.values()))):
+            for key in theirs:
+                holders.setdefault(key, []).append(rank)
         everyone = tuple(range(self._ranks.count))
         shards = [Shard(*key, tuple(ranks)) for key, ranks in holders.items()]
         shards += [Shard(s.name, _RESIDUAL, s.numel * s.dtype.itemsize, everyone) for s in self.residual_specs]
-        return assign(shards, self._ranks.count)
+        replicas = {number: parts[number] for number, key in held.items() if len(holders[key]) > 1}
+        return assign(shards, self._ranks.count), Replicas(replicas)
 
     def _maps(self, piece: Mapping[str, IndexMap]) -> tuple[IndexMap, ...]:
         """A piece in checkpoint space: one map, or one for each canonical tensor if they repeat source elements."""
@@ -236,23 +275,29 @@ class MegatronSource:
         """Digests of what residual tasks can be made of, as this rank holds it; empty without residual tasks."""
         if not self._groups:
             return {}
-        tensors = {str(number): self._tasks[number].tensor for number in self._residual_numbers}
+        everything = any(group.reads_live for group in self._groups)
+        numbers = range(len(self._tasks)) if everything else self._residual
+        tensors = {str(number): self._tasks[number].tensor for number in numbers}
         held = {key: tensor for key, tensor in tensors.items() if tensor is not None} | dict(self._conversion.others())
-        return {key: _digest(tensor) for key, tensor in held.items()}
+        return {key: digest_of(tensor) for key, tensor in held.items()}
 
-    def _affected(self, inputs: Mapping[str, str]) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+    def _affected(self, inputs: Mapping[str, str]) -> list[Group]:
         """The groups of residual tasks that something has changed of, on any rank; collective."""
         mine = {key for key, digest in inputs.items() if self._inputs.get(key) != digest}
         lost = self._share.baseline_digest is None
         everywhere = self._ranks.gather((mine, lost))
         changed = {key for keys, _ in everywhere for key in keys}
-        tasks = {str(number) for number in self._residual_numbers}
+        tasks = {str(number) for number in range(len(self._tasks))}
         # What no task names may go into any of them.
         if any(lost for _, lost in everywhere) or not changed <= tasks:
             return list(self._groups)
-        return [group for group in self._groups if any(str(number) in changed for number in group[0])]
+        return [
+            group
+            for group in self._groups
+            if (changed and group.reads_live) or any(str(number) in changed for number in group.numbers)
+        ]
 
-    def _convert(self, groups: Iterable[tuple[tuple[int, ...], tuple[str, ...]]]) -> dict[int, torch.Tensor]:
+    def _convert(self, groups: Iterable[Group]) -> dict[int, torch.Tensor]:
         """Convert groups of residual tasks; this rank's canonical tensors by number.  Collective.
 
         Raises:
@@ -260,24 +305,26 @@ class MegatronSource:
                 same on all ranks.
         """
         groups = list(groups)
-        wanted = {name for _, names in groups for name in names}
+        wanted = {name for group in groups for name in group.names}
         if not wanted:
             return {}
-        numbers = sorted(number for numbers, _ in groups for number in numbers)
+        numbers = sorted(number for group in groups for number in group.numbers)
         mine: dict[int, torch.Tensor] = {}
         digests: dict[str, str] = {}
         problem = None
-        try:
-            for name, tensor in self._conversion.convert(numbers, lambda _, live: live, lambda _: None):
-                found = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-                if name not in wanted or found != self.specs[self._numbers[name]] or name in digests:
-                    problem = f"canonical {name} comes out as {found}, not as it was learned; make a new source"
-                    continue
-                digests[name] = _digest(tensor)
-                if self.ownership.owner[name, _RESIDUAL] == self._ranks.rank:
-                    mine[self._numbers[name]] = tensor.clone(memory_format=torch.contiguous_format)
-        except Exception as error:  # noqa: BLE001  a conversion may raise anything
-            problem = f"the conversion of residual tasks failed: {type(error).__name__}: {error}"
+
+        def take(_: int, name: str, tensor: torch.Tensor) -> None:
+            nonlocal problem
+            found = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+            if name not in wanted or found != self.specs[self._numbers[name]] or name in digests:
+                problem = f"canonical {name} comes out as {found}, not as it was learned; make a new source"
+                return
+            digests[name] = digest_of(tensor)
+            if self.ownership.owner[name, _RESIDUAL] == self._ranks.rank:
+                mine[self._numbers[name]] = tensor.clone(memory_format=torch.contiguous_format)
+
+        if failure := self._lockstep.run(self._conversion, self._tasks, numbers, lambda _, live: live, take):
+            raise RefusedError(str(failure))
         if problem is None and (missing := wanted - digests.keys()):
             problem = f"canonical {min(missing)} does not come out of the conversion any more; make a new source"
         self._ranks.refuse_together(problem)
@@ -304,7 +351,3 @@ class MegatronSource:
         if number < len(self._tasks):
             return self._tasks[number].tensor
         return self._candidates.get(number - len(self._tasks))
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(bit_view(tensor.reshape(-1)).cpu().numpy().data)

@@ -12,6 +12,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.trainer.megatron import projection
 from dcr.trainer.megatron.conversion import Task
+from dcr.trainer.megatron.lockstep import Lockstep
 from dcr.trainer.megatron.source import MegatronSource
 from dcr.trainer.share import CandidateChangedError
 from dcr.trainer.torch.ranks import Ranks
@@ -217,6 +218,40 @@ def test_an_adapter_that_adds_nothing_yet_is_seen():
     assert refit(source, own, lambda: own.tensors[1].mul_(2)) == {"w1"}
 
 
+def test_what_reads_a_live_tensor_of_another_task_is_converted_when_that_changes():
+    own = Own(weights((4, 8), (3, 4), (2, 8)), None)
+    own.function = lambda n, t: {f"w{n}": t * own.tensors[1].abs().amax() if n == 0 else t + 1 if n == 2 else t}
+    before = [bit_view(t).clone() for t in own.tensors]
+    source = MegatronSource(own)
+    assert all(torch.equal(bit_view(t), b) for t, b in zip(own.tensors, before, strict=True))
+    assert names(source) == {"w0", "w2"}
+    assert ["reads live weights" in one.reason for one in source.residual] == [True, False]
+    assert refit(source, own, lambda: own.tensors[1].mul_(2)) == {"w0", "w1"}
+    assert own.converted == [0]  # w2 does not depend on it
+    assert refit(source, own, lambda: own.tensors[0].mul_(2)) == {"w0"}
+    own.tensors[1].mul_(2)
+    source.prepare()
+    own.tensors[1].mul_(2)
+    with pytest.raises(RefusedError, match="have changed since prepare"):
+        source.changes(Kind.RELATIVE)
+
+
+@pytest.mark.parametrize("limit", [3.0, 1e30, math.inf])
+def test_a_live_tensor_that_matters_only_when_it_is_big_is_seen(limit):
+    own = Own(weights((4, 8), (3, 4)), None)
+    own.function = lambda n, t: {f"w{n}": (t * 2 if bool(own.tensors[1].max() < limit) else t * 4) if n == 0 else t}
+    source = MegatronSource(own)
+    assert "reads live weights" in source.residual[0].reason
+
+
+def test_a_live_tensor_that_adds_nothing_yet_is_seen():
+    own = Own([*weights((4, 8)), torch.zeros(1, dtype=BF16)], None)
+    own.function = lambda n, t: {f"w{n}": t + own.tensors[1] if n == 0 and t.is_floating_point() else t}
+    source = MegatronSource(own)
+    assert names(source) == {"w0"}
+    assert refit(source, own, lambda: own.tensors[1].fill_(0.5)) == {"w0", "w1"}
+
+
 class Stacked(Own):
     """Experts that come out as one tensor once the last is there."""
 
@@ -265,7 +300,7 @@ def test_tensors_that_have_moved_are_found_and_those_of_another_shape_refused():
 def test_long_runs_are_one_box_however_they_are_fitted(monkeypatch):
     monkeypatch.setattr(projection, "FIT_ELEMENTS", 7)
     own = Own(weights((10, 8)), lambda n, t: {"head": t[:5], "tail": t[5:]})
-    learned = projection.learn(own, Ranks())
+    learned = projection.learn(own, Lockstep(Ranks()))
     assert [len(index_map.boxes) for index_map in learned.pieces[0].values()] == [1, 1]
 
 

@@ -1,0 +1,71 @@
+"""Other bits in a model's live tensors for a while, to see what depends on them; put back exactly, without a copy.
+
+Stored bits are flipped where a mask says, and flipped again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from dcr.data_plane.bits import bit_view
+
+Mask = Callable[[int, int, torch.Tensor], torch.Tensor]
+"""From first and last position to the bits to flip, of the integer dtype and device of a tensor."""
+
+_CHUNK = 1 << 22
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def scrambled(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    """Bits anywhere: NaN, infinities, other magnitudes and signs."""
+    positions = torch.arange(start + 1, stop + 1, device=like.device)
+    mixed = (positions * _MIX) ^ (positions * _MIX >> 29)
+    return (mixed >> 16 if like.element_size() < mixed.element_size() else mixed).to(like.dtype) | 1
+
+
+def enlarged(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    """The highest bit of the exponent: what is ordinary becomes huge, and finite."""
+    return torch.full((stop - start,), 1 << (8 * like.element_size() - 2), dtype=like.dtype, device=like.device)
+
+
+def flip(tensor: torch.Tensor, mask: Mask) -> None:
+    """Flip the bits of a mask in place, all of a bool; twice is not at all."""
+    if tensor.dtype == torch.bool:
+        tensor.logical_not_()
+        return
+    bits = bit_view(tensor)
+    if not bits.is_contiguous():
+        bits.bitwise_xor_(mask(0, bits.numel(), bits).view(bits.shape))
+        return
+    flat = bits.view(-1)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK]
+        part.bitwise_xor_(mask(start, start + part.numel(), part))
+
+
+@contextmanager
+def flipped(tensors: Iterable[torch.Tensor], mask: Mask) -> Iterator[None]:
+    """Flip live tensors for a while; one that is there twice is flipped once."""
+    unique = {(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()): tensor for tensor in tensors}
+    for tensor in unique.values():
+        flip(tensor, mask)
+    try:
+        yield
+    finally:
+        for tensor in unique.values():
+            flip(tensor, mask)
+
+
+@contextmanager
+def others_changed(others: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give tensors other ordinary values for a while; integers stay."""
+    saved = [(tensor, tensor.clone()) for tensor in others.values() if tensor.is_floating_point()]
+    random = torch.Generator().manual_seed(0)
+    try:
+        for tensor, _ in saved:
+            tensor.copy_(torch.randn(tensor.shape, generator=random))
+        yield
+    finally:
+        for tensor, copy in saved:
+            tensor.copy_(copy)
