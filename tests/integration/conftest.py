@@ -20,9 +20,10 @@ def megatron(tmp_path_factory):
         test_megatron_refit,
         test_megatron_residual,
         test_megatron_source,
+        test_megatron_together,
     )
 
-    modules = (test_megatron_source, test_megatron_residual, test_megatron_refit)
+    modules = (test_megatron_source, test_megatron_residual, test_megatron_together, test_megatron_refit)
     folder = tmp_path_factory.mktemp("megatron")
     jobs = [(module.JOB, case) for module in modules for case in module.NORMAL]
     return folder, megatron_ranks.run(folder, jobs, timeout_s=280)

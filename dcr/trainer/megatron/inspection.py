@@ -122,29 +122,27 @@ class Inspection:
         return sum(c.size_bytes for c in self.classes if not c.residual) / self.size_bytes if self.size_bytes else 1.0
 
     def __str__(self) -> str:
+        unit, scale = ("GB", 1e9) if self.size_bytes >= 1e9 else ("MB", 1e6)  # noqa: PLR2004 - where they change
         tensors = sum(c.tensors for c in self.classes)
         lines = [
-            f"{self.size_bytes / 1e9:,.2f} GB in {tensors:,} canonical tensors",
-            f"{'':8}{'share':>9}{'GB':>10}{'tensors':>9}  class",
+            f"{self.size_bytes / scale:,.2f} {unit} in {tensors:,} canonical tensors",
+            f"{'':8}{'share':>9}{unit:>10}{'tensors':>9}  class",
         ]
         for one in self.classes:
             state = "residual" if one.residual else "direct"
-            share = one.size_bytes / max(self.size_bytes, 1)
-            lines.append(
-                f"{state:8}{share:>9.4%}{one.size_bytes / 1e9:>10.3f}{one.tensors:>9,}  {one.name} ({one.kind})"
-            )
+            share, size = one.size_bytes / max(self.size_bytes, 1), one.size_bytes / scale
+            lines.append(f"{state:8}{share:>9.4%}{size:>10.3f}{one.tensors:>9,}  {one.name} ({one.kind})")
             if one.residual:
                 lines.append(f"{'':8}{one.residual}")
         lines.append(f"direct: {self.direct_share:.4%} of the bytes; residual: {1 - self.direct_share:.4%}")
-        low, high = min(self.owned_bytes), max(self.owned_bytes)
+        low, high = min(self.owned_bytes) / scale, max(self.owned_bytes) / scale
         lines.append(
-            f"owners: {len(self.owned_bytes)} ranks, {low / 1e9:,.3f} to {high / 1e9:,.3f} GB each, fullest over mean "
+            f"owners: {len(self.owned_bytes)} ranks, {low:,.3f} to {high:,.3f} {unit} each, fullest over mean "
             f"{self.imbalance:.3f}"
         )
         for first in range(0, len(self.memory_bytes), _RANKS_A_LINE):
-            some = self.memory_bytes[first : first + _RANKS_A_LINE]
-            sizes = " ".join(f"{size / 1e9:.3f}" for size in some)
-            lines.append(f"host memory in GB, ranks {first} to {first + len(some) - 1}: {sizes}")
+            sizes = " ".join(f"{size / scale:,.3f}" for size in self.memory_bytes[first : first + _RANKS_A_LINE])
+            lines.append(f"host memory in {unit}, from rank {first}: {sizes}")
         return "\n".join(lines)
 
 

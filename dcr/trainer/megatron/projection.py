@@ -99,6 +99,7 @@ class _Learner:
     origins: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     pieces: Pieces = field(default_factory=dict)
+    links: set[tuple[int, ...]] = field(default_factory=set)  # tasks that make what is not in origins
 
     @property
     def ranks(self) -> Ranks:
@@ -118,6 +119,13 @@ class _Learner:
         failed = self.run(range(len(self.tasks)), self.ids, self.take_ids, "integer ids")
         for number, reason in failed.items():
             self.blame((number,), reason)
+            for name in [name for name, origins in self.origins.items() if number in origins]:
+                del self.shapes[name]  # it need not have come out on every rank
+                self.links.add(self.origins.pop(name))
+                for piece in self.pieces.values():
+                    piece.pop(name, None)
+        for link in self.links:
+            self.blame(link, "it makes a canonical tensor together with a task whose conversion fails on integer ids")
 
     def run_values(self, made_by: Replace) -> None:
         """Compare where values come out, on tasks that are direct so far, with what ids said."""
@@ -428,6 +436,8 @@ def _outline(learner: _Learner, direct: Mapping[str, TensorSpec]) -> tuple[dict[
         number, reason = min(failed.items())
         problem = f"{learner.tasks[number].name}: {reason}"
     learner.ranks.refuse_together(problem)
+    for link in set().union(*learner.ranks.gather(learner.links)):
+        join(link)
     made_by = {leader[n] for n in makers.values()}
     silent = [n for n in numbers if leader[n] not in made_by]
     later = [n for n in makers.values() if silent and n >= silent[0]]

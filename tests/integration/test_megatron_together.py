@@ -1,0 +1,150 @@
+"""Real Megatron ranks whose conversion fails on one of them alone, whose replicas come apart, and what they own."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from dcr.protocol.errors import DcrError
+from dcr.trainer.megatron.conversion import BridgeConversion
+from dcr.trainer.megatron.source import MegatronSource
+from tests.integration.megatron_ranks import build
+from tests.integration.test_megatron_residual import plain
+
+JOB = "tests.integration.test_megatron_together:refits"
+NORMAL = ("qwen3-untied tp2 of 2",)
+GRACE_S = 1.0
+DOWN = "decoder.layers.1.mlp.linear_fc2.weight"
+NORM = "decoder.layers.0.input_layernorm.weight"
+
+
+class Trouble:
+    """Tasks that double one projection, and fail on the last rank where and while they are told to."""
+
+    def __init__(self, bridge, model, rank):
+        self._bridge, self._model, self._last = bridge, model, rank == 1
+        self.where = ""
+
+    def build(self):
+        return [
+            self._troubled(task) if task.global_param_name == DOWN else task
+            for task in plain(self._bridge, self._model)
+        ]
+
+    def _troubled(self, task):
+        if self._last and self.where == "before its collectives":
+            task.mapping.megatron_to_hf = self._fail
+        return dataclasses.replace(task, export_hook=self._double)
+
+    def _double(self, name, tensor):
+        from megatron.bridge.models.conversion.model_bridge import HFWeightTuple  # noqa: PLC0415 - in ranks alone
+
+        if self._last and (self.where == "after them" or (self.where == "on ids" and tensor.dtype == torch.int64)):
+            self._fail()
+        yield HFWeightTuple(name, tensor if self.where == "on ids" else tensor * 2)
+
+    def _fail(self, *_):
+        raise MemoryError("nothing left on this rank")
+
+
+def refused(change):
+    """What was said, and after how many seconds."""
+    begun = time.monotonic()
+    try:
+        change()
+    except DcrError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    return None
+
+
+def refits(case, rank, folder):
+    """Runs on every rank."""
+    bridge, model = build(case, folder.parent / "checkpoints" / case.model)
+    trouble = Trouble(bridge, model, rank)
+    live = dict(model[0].named_parameters())
+    trouble.where = "on ids"
+    seen = {"on ids": MegatronSource(BridgeConversion(bridge, model, trouble.build)).residual}
+    trouble.where = ""
+    source = MegatronSource(
+        BridgeConversion(bridge, model, trouble.build), check_replicas_always=True, peer_grace_s=GRACE_S
+    )
+    seen["inspection"] = source.inspect()
+    seen["memory"] = source.memory_bytes
+    digest = source.baseline_digest
+
+    live[NORM].data[3] *= 1 - 2 * rank
+    seen["replicas"] = refused(source.prepare)
+    live[NORM].data[3] *= 1 - 2 * rank
+    source.prepare()
+
+    live[DOWN].data.mul_(2)
+    for where in ("after them", "before its collectives"):
+        trouble.where = where
+        seen[where] = refused(source.prepare)
+        seen["unchanged"] = source.baseline_digest == digest
+        if where == "after them":
+            trouble.where = ""
+            source.prepare()  # everything goes on
+            live[DOWN].data.mul_(2)
+    return seen
+
+
+@pytest.fixture
+def ranks(megatron):
+    return megatron[1][NORMAL[0]]
+
+
+@pytest.mark.parametrize(
+    ("where", "kind"), [("after them", "RefusedError"), ("before its collectives", "OutOfStepError")]
+)
+def test_a_conversion_that_fails_on_one_rank_alone_is_named_on_all(ranks, where, kind):
+    for rank in ranks:
+        name, said, seconds = rank[where]
+        assert name == kind
+        assert said.startswith(f"rank 1: the conversion of {DOWN} failed: MemoryError: nothing left on this rank")
+        assert seconds < GRACE_S + 20
+        assert ("start the trainer again" in said) == (kind == "OutOfStepError")
+        assert rank["unchanged"]
+
+
+def test_a_task_that_fails_on_ids_on_one_rank_alone_is_residual_on_all(ranks):
+    for rank in ranks:
+        (residual,) = rank["on ids"]
+        assert residual.task == DOWN
+        assert residual.reason == (
+            "its conversion fails on integer ids on rank 1: MemoryError: nothing left on this rank"
+        )
+
+
+def test_replicas_that_come_apart_are_named_before_anything_is_emitted(ranks):
+    for rank in ranks:
+        name, said, _ = rank["replicas"]
+        assert name == "RefusedError"
+        assert said == f"{NORM}: ranks 0 and 1 hold replicas with different bits; synchronise them first"
+
+
+def test_a_live_model_says_what_is_direct_and_who_owns_it(megatron, ranks):
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    state = load_file(megatron[0] / "checkpoints" / "qwen3-untied" / "model.safetensors")
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in state.items()}
+    inspection = ranks[0]["inspection"]
+    assert all(rank["inspection"] == inspection for rank in ranks)
+    assert inspection.size_bytes == sum(sizes.values()) == sum(inspection.owned_bytes)
+    assert sum(c.tensors for c in inspection.classes) == len(state)
+    assert inspection.memory_bytes == tuple(rank["memory"] for rank in ranks) == inspection.owned_bytes
+    (residual,) = [c for c in inspection.classes if c.residual]
+    down = sizes["model.layers.1.mlp.down_proj.weight"]
+    assert (residual.name, residual.kind) == ("decoder.layers.*.mlp.linear_fc2.weight", "AutoMapping")
+    assert (residual.tasks, residual.tensors, residual.size_bytes) == (1, 1, down)
+    assert inspection.direct_share == 1 - down / sum(sizes.values())
+    qkv = next(c for c in inspection.classes if c.kind == "QKVMapping")
+    assert (qkv.tasks, qkv.tensors) == (2, 6)
+    assert qkv.size_bytes == sum(
+        size for name, size in sizes.items() if name.split(".")[-2] in {"q_proj", "k_proj", "v_proj"}
+    )
+    said = str(inspection)
+    assert residual.reason in said
+    assert f"direct: {inspection.direct_share:.4%} of the bytes" in said
+    assert "host memory in MB, from rank 0: 0.139 0.124" in said
