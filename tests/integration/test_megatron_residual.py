@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
-from dcr.trainer.megatron import projection
+from dcr.trainer.megatron import learner
 from dcr.trainer.megatron.conversion import BridgeConversion
 from dcr.trainer.megatron.source import MegatronSource
 from tests.integration.emitted import bits_of, digest, same, union
@@ -122,16 +122,16 @@ def double_attention_output(model):
 @contextlib.contextmanager
 def wrong_maps():
     """Fits that exchange the halves of whatever comes out of one tensor in several runs."""
-    right = projection._run_or_fit
+    right = learner._run_or_fit
 
     def wrong(source, target):
         return right(source, target.roll(target.numel() // 2))
 
-    projection._run_or_fit = wrong
+    learner._run_or_fit = wrong
     try:
         yield
     finally:
-        projection._run_or_fit = right
+        learner._run_or_fit = right
 
 
 def padded(case, checkpoint):

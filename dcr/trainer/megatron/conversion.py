@@ -7,6 +7,7 @@ Megatron Bridge carries out.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dcr.data_plane.bits import dtype_name
 from dcr.protocol.errors import RefusedError
+from dcr.trainer.megatron.identity import fingerprint
 
 Replace = Callable[[int, torch.Tensor], torch.Tensor]
 """From a task's number and live tensor to the tensor that is converted in its place, of the same shape."""
@@ -62,6 +64,10 @@ class Conversion(Protocol):
 
     def others(self) -> Mapping[str, torch.Tensor]:
         """Live tensors of the model that are no task's: adapters, for one.  Not collective."""
+        ...
+
+    def identity(self) -> str:
+        """A digest of everything but tensors that decides how it converts, on this rank; collective."""
         ...
 
     def convert(
@@ -139,6 +145,27 @@ class BridgeConversion:
                 if value.numel() and value.data_ptr() not in self._held:
                     found[f"chunk {number}: {name}"] = value.detach()
         return found
+
+    def identity(self) -> str:
+        """See ``Conversion``: library versions, the Bridge, the configuration, the layout, and every task's mapping."""
+        config = self._bridge.hf_pretrained
+        config = getattr(config, "config", config)
+        described = dict(config.to_dict())
+        described.pop("_name_or_path", None)  # where it was read from
+        names = ("param_name", "global_param_name", "mapping", "pp_rank", "vp_stage", "weight_dtype", "export_hook")
+        tasks = [[getattr(task, name) for name in names] for task in self._build()]
+        return fingerprint(
+            [
+                {package: version(package) for package in ("torch", "megatron-core", "megatron-bridge", "dcr")},
+                type(self._bridge._model_bridge),  # noqa: SLF001 - the public class is the same for all models
+                self._bridge.export_weight_dtype,
+                self._build_tasks,
+                described,
+                self._shapes,
+                [getattr(chunk, "config", None) for chunk in self._model],
+                tasks,
+            ]
+        )
 
     def convert(
         self, numbers: Sequence[int], replace_by: Replace, begin: Callable[[int], None]

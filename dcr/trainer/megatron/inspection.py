@@ -214,6 +214,9 @@ class _Sample:
     def others(self) -> Mapping[str, torch.Tensor]:
         return {}
 
+    def identity(self) -> str:
+        return self._conversion.identity()
+
     def convert(
         self, numbers: Sequence[int], replace_by: Replace, begin: Callable[[int], None]
     ) -> Iterator[tuple[str, torch.Tensor]]:

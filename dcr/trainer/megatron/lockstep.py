@@ -12,14 +12,16 @@ everything can go on.  One that failed before them leaves the others inside: tho
 left where it waits; the trainer's process groups are out of step then, and every rank raises ``OutOfStepError``.
 """
 
+import json
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dcr.protocol.errors import DcrError
@@ -36,6 +38,7 @@ AGREE_TIMEOUT_S = 1800.0
 """How long a task may take on another rank; as the default of torch's own groups."""
 
 _POLL_S = 0.5
+_REASON_MAX = 4000
 _FINE, _FAILED, _LEFT_INSIDE = 0, 1, 2
 
 
@@ -72,27 +75,20 @@ class Lockstep:
 
     Args:
         ranks: who converts.
-        process_group: the same ranks; None is the default group, or one process without any.
         peer_grace_s: how long a rank may still be inside a task that another rank has failed in.
     """
 
-    def __init__(
-        self, ranks: Ranks, process_group: dist.ProcessGroup | None = None, *, peer_grace_s: float = PEER_GRACE_S
-    ) -> None:
+    def __init__(self, ranks: Ranks, *, peer_grace_s: float = PEER_GRACE_S) -> None:
         self.ranks = ranks
         self._grace_s = peer_grace_s
         self._runs = 0
-        self._group: dist.ProcessGroup | None = None
+        self._channel: _Channel | None = None
         if ranks.count > 1:
-            # Of its own: the trainer's groups may be out of step when the ranks have to agree.
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(process_group),
-                timeout=timedelta(seconds=AGREE_TIMEOUT_S),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
+            # Not one of torch's numbered groups: those have to be made by ranks that do not convert too.
+            name, *_ = ranks.gather(secrets.token_hex(8))
             default = distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
-            self._store = distributed_c10d.PrefixStore(f"dcr/{self._group.group_name}", default)
+            store = distributed_c10d.PrefixStore(f"dcr/{name}", default)
+            self._channel = _Channel(store, ranks)
 
     def run(
         self, conversion: Conversion, tasks: Sequence[Task], numbers: Sequence[int], replace_by: Replace, take: Take
@@ -114,18 +110,10 @@ class Lockstep:
         """
         if not numbers:
             return None
-        if self._group is None:
+        if self._channel is None:
             return _alone(conversion, tasks, numbers, replace_by, take)
         self._runs += 1
-        run = _Run(
-            tasks,
-            group=self._group,
-            store=self._store,
-            key=str(self._runs),
-            rank=self.ranks.rank,
-            grace_s=self._grace_s,
-        )
-        return run.convert(conversion, numbers, replace_by, take)
+        return _Run(self._channel, str(self._runs), tasks, self._grace_s).convert(conversion, numbers, replace_by, take)
 
 
 def _alone(
@@ -145,24 +133,40 @@ def _alone(
     return None
 
 
+class _Channel:
+    """How ranks agree, whatever state the trainer's own groups are in."""
+
+    def __init__(self, store: distributed_c10d.Store, ranks: Ranks) -> None:
+        self.store = store
+        self.rank = ranks.rank
+        self._count = ranks.count
+        timeout = timedelta(seconds=AGREE_TIMEOUT_S)
+        # Its type does not tell what it inherits.
+        self._group: Any = distributed_c10d.ProcessGroupGloo(store, ranks.rank, ranks.count, timeout)
+
+    def note(self, key: str, failure: Failure) -> None:
+        """Leave a failure where every rank finds it."""
+        self.store.set(f"{key}/{self.rank}", json.dumps([failure.number, failure.task, failure.reason[:_REASON_MAX]]))
+        self.store.set(key, "failed")
+
+    def agree(self, key: str, state: int) -> tuple[int, Failure | None]:
+        """The worst state of all ranks, and the failure of the first that has one; collective."""
+        worst = torch.tensor([state, self._count - self.rank if state == _FAILED else 0])
+        self._group.allreduce([worst], distributed_c10d.ReduceOp.MAX).wait()
+        found, first = worst.tolist()
+        if found == _FINE:
+            return found, None
+        rank = self._count - first
+        return found, Failure(rank, *json.loads(self.store.get(f"{key}/{rank}")))
+
+
 class _Run:
     """One conversion on this rank, in a thread of its own, and the caller that waits for it."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        *,
-        group: dist.ProcessGroup,
-        store: distributed_c10d.Store,
-        key: str,
-        rank: int,
-        grace_s: float,
-    ) -> None:
-        self._tasks = tasks
-        self._group = group
-        self._store = store
+    def __init__(self, channel: _Channel, key: str, tasks: Sequence[Task], grace_s: float) -> None:
+        self._channel = channel
         self._key = key
-        self._rank = rank
+        self._tasks = tasks
         self._grace_s = grace_s
         self._lock = threading.Lock()  # over the two marks below: only one thread of a rank agrees
         self._agreeing = False
@@ -195,9 +199,9 @@ class _Run:
 
         threading.Thread(target=work, name="dcr-conversion", daemon=True).start()
         while not self._left and not self._done.wait(_POLL_S):
-            if self._store.check([self._key]) and not self._done.wait(self._grace_s) and self._leave():
+            if self._channel.store.check([self._key]) and not self._done.wait(self._grace_s) and self._leave():
                 with suppress(_StoppedError):
-                    self._agree(_LEFT_INSIDE, None)
+                    self._agree(_LEFT_INSIDE)
         if isinstance(self._end, Exception):
             raise self._end
         return self._end
@@ -208,28 +212,29 @@ class _Run:
         def begin(number: int) -> None:
             nonlocal first
             if not first:
-                self._meet(None)
+                self._meet(_FINE)
             first = False
             self._current = number
 
-        mine = None
+        state = _FINE
         try:
             for name, tensor in conversion.convert(numbers, replace_by, begin):
                 take(self._current, name, tensor)
         except Exception as error:
             if self._end is not None or self._left:
                 raise _StoppedError from error
-            mine = Failure(self._rank, self._current, self._tasks[self._current].name, _told(error))
-            self._store.set(self._key, "failed")
-        self._meet(mine)
+            state = _FAILED
+            failure = Failure(self._channel.rank, self._current, self._tasks[self._current].name, _told(error))
+            self._channel.note(self._key, failure)
+        self._meet(state)
 
-    def _meet(self, mine: Failure | None) -> None:
+    def _meet(self, state: int) -> None:
         """Agree, unless the caller has done so instead."""
         with self._lock:
             if self._left:
                 raise _StoppedError
             self._agreeing = True
-        self._agree(_FINE if mine is None else _FAILED, mine)
+        self._agree(state)
         with self._lock:
             self._agreeing = False
 
@@ -239,29 +244,23 @@ class _Run:
             self._left = not self._agreeing and not self._done.is_set()
             return self._left
 
-    def _agree(self, state: int, mine: Failure | None) -> None:
-        worst = torch.tensor([state])
-        found: list[Failure | None] = [None] * dist.get_world_size(self._group)
+    def _agree(self, state: int) -> None:
         try:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
-            if int(worst) == _FINE:
-                return
-            dist.all_gather_object(found, mine, group=self._group)
+            worst, failure = self._channel.agree(self._key, state)
         except RuntimeError as error:
             self._end = OutOfStepError(
-                f"rank {self._rank}, at {self._tasks[self._current].name}: the ranks cannot agree any more, one of "
-                f"them is gone: {error}; end all ranks and start the trainer again"
+                f"rank {self._channel.rank}, at {self._tasks[self._current].name}: the ranks cannot agree any more, "
+                f"one of them is gone: {error}; end all ranks and start the trainer again"
             )
             raise _StoppedError from error
-        failure = next(one for one in found if one is not None)
+        if worst == _FINE:
+            return
         self._end = failure
-        if int(worst) == _LEFT_INSIDE:
+        if worst == _LEFT_INSIDE:
             self._end = OutOfStepError(
                 f"{failure}; other ranks were left waiting in its collectives, so the trainer's process groups are out "
                 "of step: end all ranks and start the trainer again"
             )
-        if mine == failure:
-            self._store.delete_key(self._key)
         raise _StoppedError
 
 

@@ -1,6 +1,7 @@
 """The front door of Megatron trainers: every rank pushes its weights to the rollout engines."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +10,8 @@ from torch import nn
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.settings import Settings
 from dcr.trainer.megatron.conversion import BridgeConversion, BuildTasks
+from dcr.trainer.megatron.inspection import Inspection
+from dcr.trainer.megatron.lockstep import PEER_GRACE_S
 from dcr.trainer.megatron.source import MegatronSource
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.refit import Refit, RefitReport
@@ -31,6 +34,11 @@ class MegatronRefit(Refit):
         build_tasks: builds the conversion tasks anew where they are not the Bridge's own; see ``BridgeConversion``.
         process_group: all ranks that hold the model; the default group, or one rank alone.
         check_replicas: compare the bits of replicas on different ranks by digests, once.
+        check_replicas_always: compare them in every push too, before anything is sent; costs a digest of what several
+            ranks hold.
+        peer_grace_s: how long a rank may still be inside a conversion task that another rank has failed in.
+        cache_folder: where what was learned of the conversion is kept, so that the next start learns less; one for all
+            ranks or one each.  None keeps nothing.
         settings: bounds, as ``Settings`` or as a mapping of some of its fields.
         observe: called with every protocol step of this rank's roles.
 
@@ -49,6 +57,9 @@ class MegatronRefit(Refit):
         build_tasks: BuildTasks | None = None,
         process_group: dist.ProcessGroup | None = None,
         check_replicas: bool = True,
+        check_replicas_always: bool = False,
+        peer_grace_s: float = PEER_GRACE_S,
+        cache_folder: Path | str | None = None,
         settings: Settings | dict[str, object] | None = None,
         observe: Observer = log_step,
     ) -> None:
@@ -58,6 +69,9 @@ class MegatronRefit(Refit):
             process_group=process_group,
             chunk_elements=bounds.chunk_elements,
             check_replicas=check_replicas,
+            check_replicas_always=check_replicas_always,
+            peer_grace_s=peer_grace_s,
+            cache_folder=None if cache_folder is None else Path(cache_folder),
         )
         super().__init__(
             self.source,
@@ -80,8 +94,17 @@ class MegatronRefit(Refit):
 
         Raises:
             RefusedError: on every rank alike, before anything was sent; see ``MegatronSource.prepare``.
+            OutOfStepError: on every rank alike, before anything was sent: a conversion failed on one rank inside its
+                collectives, and the trainer has to be started again.
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome in time.
         """
         self.source.prepare()
         return super().push(dense=dense)
+
+    def inspect(self) -> Inspection:
+        """What is projected directly, what is not and why, who owns it and what it costs; collective.
+
+        ``print(refit.inspect())`` shows a table; it is the same on every rank.
+        """
+        return self.source.inspect()

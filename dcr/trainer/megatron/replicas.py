@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from dcr.protocol.errors import RefusedError
 from dcr.trainer.megatron.conversion import Task
-from dcr.trainer.megatron.projection import digest_of
+from dcr.trainer.megatron.digest import digest_of
 from dcr.trainer.torch.ranks import Ranks
 
 

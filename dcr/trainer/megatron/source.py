@@ -1,6 +1,7 @@
 """One rank's share of a Megatron trainer: detects, converts, emits and folds the elements that it owns."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.trainer.megatron.conversion import Conversion, Task
+from dcr.trainer.megatron.digest import digest_of
 from dcr.trainer.megatron.inspection import Inspection, Portion, inspect_live
 from dcr.trainer.megatron.lockstep import PEER_GRACE_S, Lockstep
-from dcr.trainer.megatron.projection import Group, Residual, digest_of, learn, part_of
+from dcr.trainer.megatron.outline import Group
+from dcr.trainer.megatron.projection import Residual, learn, part_of
 from dcr.trainer.megatron.replicas import Replicas
 from dcr.trainer.share import Live, OwnedShard, Share
 from dcr.trainer.torch.ownership import Ownership, Shard, assign
@@ -43,6 +46,8 @@ class MegatronSource:
         check_replicas: compare the bits of replicas on different ranks by digests, once.
         check_replicas_always: compare them in every ``prepare`` too.
         peer_grace_s: how long a rank may still be inside a conversion task that another rank has failed in.
+        cache_folder: where what was learned is kept for the next start; one for all ranks or one each.  None keeps
+            nothing.  Either all ranks have one or none.
 
     Attributes:
         specs: all canonical tensors, in order of name.
@@ -66,11 +71,12 @@ class MegatronSource:
         check_replicas: bool = True,
         check_replicas_always: bool = False,
         peer_grace_s: float = PEER_GRACE_S,
+        cache_folder: Path | None = None,
     ) -> None:
         self._conversion = conversion
         self._ranks = Ranks(process_group)
-        self._lockstep = Lockstep(self._ranks, process_group, peer_grace_s=peer_grace_s)
-        projection = learn(conversion, self._lockstep)
+        self._lockstep = Lockstep(self._ranks, peer_grace_s=peer_grace_s)
+        projection = learn(conversion, self._lockstep, cache_folder)
         self._tasks = conversion.tasks()
         self._layout = self._layout_of(self._tasks)
         self._state = conversion.state()

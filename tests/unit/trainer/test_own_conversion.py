@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dcr.data_plane.bits import bit_view
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
-from dcr.trainer.megatron import projection
+from dcr.trainer.megatron import learner, projection
 from dcr.trainer.megatron.conversion import Task
 from dcr.trainer.megatron.lockstep import Lockstep
 from dcr.trainer.megatron.source import MegatronSource
@@ -110,7 +110,7 @@ def test_whatever_only_moves_is_direct(data):
 
     own = Own(weights(shape, (3, 4)), function)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(projection, "FIT_ELEMENTS", data.draw(st.sampled_from([1, 4, 7, 1 << 24])))
+        patch.setattr(learner, "FIT_ELEMENTS", data.draw(st.sampled_from([1, 4, 7, 1 << 24])))
         source = MegatronSource(own, chunk_elements=5)
     assert source.residual == ()
     assert source.memory_bytes == 2 * (math.prod(shape) + 12)  # once, under however many names
@@ -298,7 +298,7 @@ def test_tensors_that_have_moved_are_found_and_those_of_another_shape_refused():
 
 
 def test_long_runs_are_one_box_however_they_are_fitted(monkeypatch):
-    monkeypatch.setattr(projection, "FIT_ELEMENTS", 7)
+    monkeypatch.setattr(learner, "FIT_ELEMENTS", 7)
     own = Own(weights((10, 8)), lambda n, t: {"head": t[:5], "tail": t[5:]})
     learned = projection.learn(own, Lockstep(Ranks()))
     assert [len(index_map.boxes) for index_map in learned.pieces[0].values()] == [1, 1]
