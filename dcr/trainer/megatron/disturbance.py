@@ -10,23 +10,23 @@ import torch
 
 from dcr.data_plane.bits import bit_view
 
-Mask = Callable[[int, int, torch.Tensor], torch.Tensor]
-"""From first and last position to the bits to flip, of the integer dtype and device of a tensor."""
+Mask = Callable[[torch.Tensor], torch.Tensor]
+"""From a tensor of integers to the bits to flip in each PERIOD of its elements: of its dtype and device."""
 
-_CHUNK = 1 << 22
+PERIOD = 1 << 14
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def scrambled(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+def scrambled(like: torch.Tensor) -> torch.Tensor:
     """Bits anywhere: NaN, infinities, other magnitudes and signs."""
-    positions = torch.arange(start + 1, stop + 1, device=like.device)
-    mixed = (positions * _MIX) ^ (positions * _MIX >> 29)
+    mixed = torch.arange(1, PERIOD + 1, device=like.device) * _MIX
+    mixed ^= mixed >> 29
     return (mixed >> 16 if like.element_size() < mixed.element_size() else mixed).to(like.dtype) | 1
 
 
-def enlarged(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+def enlarged(like: torch.Tensor) -> torch.Tensor:
     """The highest bit of the exponent: what is ordinary becomes huge, and finite."""
-    return torch.full((stop - start,), 1 << (8 * like.element_size() - 2), dtype=like.dtype, device=like.device)
+    return torch.full((PERIOD,), 1 << (8 * like.element_size() - 2), dtype=like.dtype, device=like.device)
 
 
 def flip(tensor: torch.Tensor, mask: Mask) -> None:
@@ -35,13 +35,13 @@ def flip(tensor: torch.Tensor, mask: Mask) -> None:
         tensor.logical_not_()
         return
     bits = bit_view(tensor)
+    period = mask(bits)
     if not bits.is_contiguous():
-        bits.bitwise_xor_(mask(0, bits.numel(), bits).view(bits.shape))
+        bits.bitwise_xor_(period.repeat(-(-bits.numel() // PERIOD))[: bits.numel()].view(bits.shape))
         return
-    flat = bits.view(-1)
-    for start in range(0, flat.numel(), _CHUNK):
-        part = flat[start : start + _CHUNK]
-        part.bitwise_xor_(mask(start, start + part.numel(), part))
+    flat, whole = bits.view(-1), bits.numel() // PERIOD * PERIOD
+    flat[:whole].view(-1, PERIOD).bitwise_xor_(period)
+    flat[whole:].bitwise_xor_(period[: flat.numel() - whole])
 
 
 @contextmanager

@@ -72,12 +72,19 @@ class Learner:
         """Compare where values come out, on tasks that are direct so far, with what ids said."""
         direct = [n for n in range(len(self.tasks)) if n not in self.reasons]
         self.dtypes = {}
-        failed = self.run(
-            direct,
-            lambda n, live: made_by(n, live).to(live.device),
-            lambda n, name, tensor: self.take_values(n, name, tensor, made_by),
-            "random bits",
-        )
+        last: dict[int, torch.Tensor] = {}  # what a task was given is mostly what its canonical tensors are made of
+
+        def made(number: int, live: torch.Tensor) -> torch.Tensor:
+            if number not in last:
+                last.clear()
+                last[number] = made_by(number, live)
+            return last[number]
+
+        def take(number: int, name: str, tensor: torch.Tensor) -> None:
+            self.take_values(number, name, tensor, made)
+
+        # A copy is handed over: a conversion may write into what it is given.
+        failed = self.run(direct, lambda n, live: made(n, live).to(live.device, copy=True), take, "random bits")
         for number, reason in failed.items():
             self.blame((number,), reason)
         for name, origins in self.origins.items():
@@ -166,7 +173,11 @@ class Learner:
         """A digit of each position as stored bits, the lowest first, under a key of task, rank and salt."""
         width = _digit_bits(live.dtype)
         key = xxhash.xxh3_64_intdigest(f"{salt} {digit} {number} {self.ranks.rank}".encode()) >> 1
-        shifted = (torch.arange(live.numel()) >> min(digit * width, _INDEX_BITS)) ^ key
+        narrow = live.numel() < 1 << 31 and width < 32  # noqa: PLR2004 - bits of an int32
+        positions = torch.arange(live.numel(), dtype=torch.int32 if narrow else torch.int64)
+        shifted = (positions >> min(digit * width, 31 if narrow else _INDEX_BITS)) ^ (
+            key & 0x7FFFFFFF if narrow else key
+        )
         if live.dtype == torch.bool:
             return (shifted & 1).to(torch.bool).view(live.shape)
         return shifted.to(bits_dtype(live.dtype)).view(live.dtype).view(live.shape)
