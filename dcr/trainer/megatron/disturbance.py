@@ -46,8 +46,9 @@ def flip(tensor: torch.Tensor, mask: Mask) -> None:
 
 @contextmanager
 def flipped(tensors: Iterable[torch.Tensor], mask: Mask) -> Iterator[None]:
-    """Flip live tensors for a while; one that is there twice is flipped once."""
-    unique = {(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()): tensor for tensor in tensors}
+    """Flip live tensors for a while; what is there twice, in one shape or another, is flipped once."""
+    by_size = sorted(tensors, key=lambda tensor: tensor.nbytes)  # of those that begin together the biggest stays
+    unique = {tensor.data_ptr(): tensor for tensor in by_size if tensor.numel()}
     for tensor in unique.values():
         flip(tensor, mask)
     try:
