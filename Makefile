@@ -14,8 +14,8 @@ install: ## make .venv from constraints.txt; nothing to do the second time
 	@python3.11 -c '' || { echo "dcr needs python3.11 on the PATH (Debian, Ubuntu: apt-get install python3.11-venv)" >&2; exit 1; }
 	@python3.11 scripts/install.py
 
-demo: install ## train a small policy, refit two live vLLM engines and a torch model; KILL=1 kills a rank of one
-	KILL=$(KILL) $(BIN)/python -m demo.main
+demo: install ## train a small policy, refit two live vLLM engines and a torch model; KILL=1 kills a rank of one, TRAINER=megatron
+	KILL=$(KILL) TRAINER=$(TRAINER) $(BIN)/python -m demo.main
 
 lint: install ## ruff check, ruff format --check, mypy
 	$(LINT)

@@ -20,6 +20,7 @@ from demo.kill import KILL_AT_VARIABLE
 from demo.process import ROOT, DemoError, Process
 from demo.text import decode, encode
 
+TRAINERS = {"fsdp2": "demo.fsdp2:Fsdp2Trainer", "megatron": "demo.megatron:MegatronTrainer"}
 RANKS = 2
 REFITS = 3
 KILL_AT = 2
@@ -36,8 +37,9 @@ BUCKET_BYTES = 96 << 10
 class Demo:
     """The processes, and what has been proved of them."""
 
-    def __init__(self, run: Path, *, kill: bool) -> None:
+    def __init__(self, run: Path, *, trainer: str, kill: bool) -> None:
         self.run = run
+        self.trainer = trainer
         self.kill = kill
         self.started = time.monotonic()
         self.control = f"sqlite://{run}/record.db"
@@ -67,7 +69,7 @@ class Demo:
 
     def start(self) -> None:
         """Start everything and bring every receiver to version 0."""
-        self.say(f"starting {RANKS} training ranks")
+        self.say(f"starting {RANKS} training ranks ({self.trainer})")
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -83,9 +85,8 @@ class Demo:
                 self.process(
                     f"trainer-{rank}",
                     "demo.trainer_process",
-                    *where,
-                    "--bucket-bytes",
-                    str(BUCKET_BYTES),
+                    *["--trainer", TRAINERS[self.trainer], *where],
+                    *["--bucket-bytes", str(BUCKET_BYTES)],
                     environment=environment,
                 )
             )
@@ -238,9 +239,22 @@ class Demo:
             p.end()
 
 
+def trainer_name(name: str) -> str:
+    """One of ``TRAINERS``; nothing is the first of them."""
+    if name and name not in TRAINERS:
+        raise argparse.ArgumentTypeError(f"no trainer {name!r}; choose one of {', '.join(TRAINERS)}")
+    return name or next(iter(TRAINERS))
+
+
 def main() -> int:
     """Run the demo; the exit status is 0 only if every refit was proved bit-exact."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument(
+        "--trainer",
+        type=trainer_name,
+        default=os.environ.get("TRAINER", ""),
+        help=f"one of {', '.join(TRAINERS)} (also TRAINER=... in the environment)",
+    )
     arguments.add_argument(
         "--kill",
         action="store_true",
@@ -256,7 +270,7 @@ def main() -> int:
     a = arguments.parse_args()
     shutil.rmtree(a.run, ignore_errors=True)
     a.run.mkdir(parents=True)
-    demo = Demo(a.run.resolve(), kill=a.kill)
+    demo = Demo(a.run.resolve(), trainer=a.trainer, kill=a.kill)
     try:
         demo.start()
         for number in range(1, REFITS + 1):

@@ -30,6 +30,7 @@ def build(seed: int) -> Qwen3MoeForCausalLM:
         initializer_range=0.04,
         use_cache=False,
         dtype="bfloat16",
+        architectures=["Qwen3MoeForCausalLM"],
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,21 @@ from demo.process import claim_output, serve, tell
 
 claim_output()
 
-
 import torch.distributed as dist  # noqa: E402
 
-from dcr import TrainerRefit  # noqa: E402
 from demo.train import WARM_UP_STEPS, Trainer  # noqa: E402
 
 
 def main() -> None:
     """Train and push as the parent says."""
     arguments = argparse.ArgumentParser()
+    arguments.add_argument("--trainer", required=True, help="the Trainer to be, as MODULE:CLASS")
     arguments.add_argument("--control", required=True)
     arguments.add_argument("--delivery", required=True)
     arguments.add_argument("--bucket-bytes", type=int, required=True)
     a = arguments.parse_args()
-    trainer = Trainer()
-    refit: list[TrainerRefit] = []
+    trainer: Trainer = pkgutil.resolve_name(a.trainer)()
+    refit: list[Any] = []
 
     def progress(steps: int, loss: float) -> None:
         if dist.get_rank() == 0:
@@ -39,7 +39,7 @@ def main() -> None:
 
     def connect(_: dict[str, Any]) -> dict[str, Any]:
         settings: dict[str, object] = {"bucket_bytes": a.bucket_bytes}
-        refit.append(TrainerRefit(trainer.model, control=a.control, delivery=a.delivery, settings=settings))
+        refit.append(trainer.refit(control=a.control, delivery=a.delivery, settings=settings))
         source = refit[0].source
         return {"owned": source.owned_elements, "tensors": len(source.specs)}
 

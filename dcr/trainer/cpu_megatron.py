@@ -10,10 +10,14 @@ Megatron-Core 0.19 and Bridge 0.6 are written for GPUs with Transformer Engine a
 3. ``torch.cuda.current_device`` is None and ``Tensor.cuda`` the tensor itself, for paths that are otherwise neutral;
 4. the tracker of CUDA random streams forks nothing;
 5. ``mamba_ssm`` is a stand-in that gives a Mamba layer its weights but no forward pass;
-6. norms are torch's, and factories that name the device "cuda" make host tensors (``on_cpu``).
+6. norms are torch's, under sequence parallelism too;
+7. functions that Megatron-Core has compiled at their first call run as they are written;
+8. inside ``on_cpu`` factories that name the device "cuda" make host tensors, and the optimizers find the type names and
+   the stream that they look for.
 """
 
 import contextlib
+import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -59,6 +63,8 @@ def install() -> None:
     if importlib.util.find_spec("mamba_ssm") is None:
         sys.modules.update(_mamba_stand_in())
     _calm_random_streams()
+    _allow_sequence_parallel_norms()
+    torch.compiler.set_stance("force_eager")
     _installed = True
 
 
@@ -102,14 +108,20 @@ def provider_of(bridge: Any, **settings: Any) -> Any:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Inside it, factories that are asked for a CUDA device make host tensors, and synchronising does nothing."""
-    synchronize = torch.cuda.synchronize
-    torch.cuda.synchronize = _no_device
+    """Inside it, Megatron's schedules and optimizers run on the host.
+
+    Factories that are asked for a CUDA device make host tensors, host tensors call their type by its CUDA name, the
+    current stream is None, and synchronising does nothing.
+    """
+    replaced = {name: getattr(torch.cuda, name) for name in ("synchronize", "current_stream")}
     try:
+        for name in replaced:
+            setattr(torch.cuda, name, _no_device)
         with _HostDevice():
             yield
     finally:
-        torch.cuda.synchronize = synchronize
+        for name, original in replaced.items():
+            setattr(torch.cuda, name, original)
 
 
 def _no_device(*_arguments: object, **_options: object) -> None:
@@ -126,6 +138,8 @@ class _HostDevice(TorchFunctionMode):
     ) -> Any:
         del types
         named = dict(kwargs or {})
+        if func is torch.Tensor.type and len(args) == 1 and not named:
+            return func(*args).replace("torch.", "torch.cuda.")  # optimizers take no other
         if str(named.get("device", "")).startswith("cuda"):
             named["device"] = "cpu"
         return func(*args, **named)
@@ -212,6 +226,25 @@ def _calm_random_streams() -> None:
 
     random._CUDA_RNG_STATE_TRACKER = Calm()  # noqa: SLF001 - no public way to set it
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True  # noqa: SLF001
+
+
+def _allow_sequence_parallel_norms() -> None:
+    """Megatron-Core refuses torch's norms there for the mark alone that has their gradients summed over ranks."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: PLC0415 - after typing.override is there
+
+    plain = WrappedTorchNorm.__new__
+
+    def made(cls: type, config: Any, *arguments: Any, **options: Any) -> Any:
+        if not config.sequence_parallel:
+            return plain(cls, config, *arguments, **options)
+        unmarked = copy.copy(config)
+        unmarked.sequence_parallel = False
+        norm = plain(cls, unmarked, *arguments, **options)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    WrappedTorchNorm.__new__ = made
 
 
 def _hybrid_stack_spec() -> Any:

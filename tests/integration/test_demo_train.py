@@ -24,10 +24,10 @@ import json, sys
 from pathlib import Path
 import torch
 from demo import text
-from demo.train import Trainer
+from demo.fsdp2 import Fsdp2Trainer
 
 out = Path(sys.argv[1])
-trainer = Trainer(seed=3)
+trainer = Fsdp2Trainer(seed=3)
 trainer.optimizer.set_rate(1e-3)
 batch = text.batch(text.corpus(), step=0, size=4, length=32, seed=3)
 losses = [trainer.step_on(batch) for _ in range({STEPS})]
