@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -64,6 +65,8 @@ class MegatronRefit(Refit):
         observe: Observer = log_step,
     ) -> None:
         bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
+        self._model = list(model)
+        _finish_gathers(self._model)
         self.source = MegatronSource(
             BridgeConversion(bridge, model, build_tasks),
             process_group=process_group,
@@ -86,7 +89,8 @@ class MegatronRefit(Refit):
     def push(self, *, dense: bool = False) -> RefitReport:
         """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.
 
-        Residual tensors that the change reaches are converted first, on all ranks together, once for all attempts.
+        Parameters that Megatron's distributed optimizer would gather in the next forward pass are gathered first, and
+        residual tensors that the change reaches are converted, on all ranks together, once for all attempts.
 
         Args:
             dense: send every element, whatever engines and baseline hold (the operator's way out of a stopped
@@ -99,6 +103,7 @@ class MegatronRefit(Refit):
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome in time.
         """
+        _finish_gathers(self._model)
         self.source.prepare()
         return super().push(dense=dense)
 
@@ -108,3 +113,18 @@ class MegatronRefit(Refit):
         ``print(refit.inspect())`` shows a table; it is the same on every rank.
         """
         return self.source.inspect()
+
+
+def _finish_gathers(model: Sequence[nn.Module]) -> None:
+    """Have every rank hold whole parameters after an optimizer step; collective.
+
+    With ``overlap_param_gather`` a step renews each rank's share alone, and the next forward pass gathers the others'
+    shares: until then replicas are mixtures of two versions.  Megatron does the same before it saves a checkpoint.
+    Gathering again changes nothing.
+    """
+    chunk: Any
+    for chunk in model:
+        config = getattr(chunk, "ddp_config", None)
+        if config is not None and config.overlap_param_gather and not config.use_megatron_fsdp:
+            with torch.no_grad():
+                chunk.start_param_sync(force_sync=True)
