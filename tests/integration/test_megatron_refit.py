@@ -228,7 +228,8 @@ def same(held, wanted):
     assert wrong == []
 
 
-def judge(folder, case, ranks, twin):
+def judge(folder, case, ranks, twin, twins):
+    """Twins are made of some versions: the last is relative to the retry, and would be wrong wherever that was."""
     (seen, again, resumed, last), (others, *_) = ranks
     replicated = Case.of(case).ranks > Case.of(case).tp
     for version, (one, other) in enumerate(zip(seen, others, strict=True), 1):
@@ -245,17 +246,13 @@ def judge(folder, case, ranks, twin):
         exported = bits_of(folder / case / f"v{version}")
         assert one.report.elements == sum(bits.numel() for bits in exported.values())
         same(one.plain, exported)
-    # The retry, and what was sent relative to it.
-    for version in (CUT_AT, STEPS):
+    assert [one.vllm["version"] for one in seen] == list(range(1, STEPS + 1))
+    for version in twins:
         wanted = twin.ask(folder / case / f"v{version}", PROMPTS, **ENGINES.get(case, {}))
         answer = seen[version - 1].vllm
         assert len(wanted["digests"]) > 10
         assert answer["bits"] == wanted["digests"]
-        assert (answer["version"], answer["tokens"], answer["logprobs"]) == (
-            version,
-            wanted["tokens"],
-            wanted["logprobs"],
-        )
+        assert (answer["tokens"], answer["logprobs"]) == (wanted["tokens"], wanted["logprobs"])
     assert seen[-1].loss < seen[0].loss  # it learns
     assert (again.version, again.changed_entries) == (STEPS + 1, 0)
     assert (resumed.version, resumed.kind) == (STEPS + 2, "dense")
@@ -266,7 +263,7 @@ def judge(folder, case, ranks, twin):
 @pytest.mark.parametrize("case", NORMAL)
 def test_every_push_of_a_training_loop_is_bit_exact(megatron, twin, case):
     folder, seen = megatron
-    judge(folder, case, seen[case], twin)
+    judge(folder, case, seen[case], twin, twins=[STEPS])
 
 
 @pytest.mark.long
@@ -275,4 +272,4 @@ def test_every_push_of_a_training_loop_is_bit_exact(megatron, twin, case):
 def test_every_push_of_training_loops_of_other_layouts_is_bit_exact(tmp_path, twin):
     seen = run(tmp_path, [(JOB, case) for case in LONG], timeout_s=800)
     for case in LONG:
-        judge(tmp_path, case, seen[case], twin)
+        judge(tmp_path, case, seen[case], twin, twins=range(1, STEPS + 1))
