@@ -36,8 +36,9 @@ def test_make_help_lists_every_target():
     make("--dry-run", *targets)
 
 
-def test_demo_passes_the_kill_through():
-    assert re.search(r"^KILL=1 .*-m demo\.main$", make("--dry-run", "demo", "KILL=1"), re.MULTILINE)
+def test_demo_passes_the_kill_and_the_trainer_through():
+    said = make("--dry-run", "demo", "KILL=1", "TRAINER=megatron")
+    assert re.search(r"^KILL=1 TRAINER=megatron .*-m demo\.main$", said, re.MULTILINE)
 
 
 def test_constraints_are_exact_and_are_what_is_installed():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demo import policy, text
+from demo import main, policy, text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RANKS = 2
@@ -139,6 +139,33 @@ def test_the_checkpoint_is_the_policy_in_hugging_face_layout(trained):
     config = json.loads((out / "checkpoint" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["fsdp3", "Megatron"])
+def test_an_unknown_trainer_is_refused_with_the_choices(monkeypatch, capsys, name):
+    monkeypatch.setenv("TRAINER", name)
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main.main()
+    assert f"no trainer '{name}'; choose one of fsdp2, megatron" in capsys.readouterr().err
+
+
+def test_no_trainer_is_the_first():
+    assert [main.trainer_name(name) for name in ("", "fsdp2", "megatron")] == ["fsdp2", "fsdp2", "megatron"]
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kill", [[], ["--kill"]])
+def test_the_demo_with_a_megatron_trainer(tmp_path, kill):
+    command = [sys.executable, "-m", "demo.main", "--trainer", "megatron", "--json", "--run", str(tmp_path / "run")]
+    done = subprocess.run([*command, *kill], cwd=ROOT, check=False, capture_output=True, text=True, timeout=1400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    *_, last, report = done.stdout.splitlines()
+    assert last.startswith("bit-exact 3/3 refits, 3 receivers, payload ")
+    pushes = json.loads(report)["reports"]
+    assert [push["kind"] for push in pushes] == ["relative", "absolute" if kill else "relative", "relative"]
 
 
 def test_batches_are_windows_of_the_text_and_depend_on_their_arguments_alone():

@@ -260,6 +260,7 @@ def judge(folder, case, ranks, twin, twins):
 
 
 @pytest.mark.vllm
+@pytest.mark.timeout(600)  # with the cases of the other modules
 @pytest.mark.parametrize("case", NORMAL)
 def test_every_push_of_a_training_loop_is_bit_exact(megatron, twin, case):
     folder, seen = megatron
