@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from dcr.data_plane.nvtx import stage
 from dcr.delivery.interface import DeliveryError
 from dcr.delivery.traffic import Traffic
@@ -29,6 +31,7 @@ class Fetch:
         order: the attempt.
         inbox: where payloads and manifests come from.
         call: hands a request to every rank of the engine.
+        ahead: how many payloads of each owner are read from the store before they are asked for.
         timeout_s: how long the next payload that an owner's manifest lists may stay out of sight; counted for each
             owner by itself, from when its last one came.
 
@@ -42,12 +45,14 @@ class Fetch:
         inbox: Incoming,
         call: Callable[[Payload | SealedManifest | Undeliverable], Answers],
         *,
+        ahead: int,
         timeout_s: float,
     ) -> None:
         self.order = order
         self.bytes = 0
         self._inbox = inbox
         self._call = call
+        self._ahead = ahead
         self._timeout_s = timeout_s
         self._before = inbox.traffic
         self._owners = [_Source(o) for o in order.owners]
@@ -82,6 +87,10 @@ class Fetch:
             data = self._inbox.payload(identity)
         if data is not None:
             source.waits_since = None
+            # While the ranks work on this one, those after it come in.
+            end = source.next + 1 + self._ahead
+            following = range(source.next + 1, end if source.total is None else min(end, source.total))
+            self._inbox.ahead(msgspec.structs.replace(identity, sequence=n) for n in following)
             return self._payload(source, Payload(identity, data))
         if source.total is not None:
             now = time.monotonic()

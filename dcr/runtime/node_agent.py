@@ -307,9 +307,8 @@ class NodeAgent:
                 wanted = self._settings.readback
                 if wanted == "always" or (wanted == "restore" and effect.order.base.kind is Kind.RESTORE):
                     self._unread = True
-                self._fetch = Fetch(
-                    effect.order, self._inbox, self._ranks.call, timeout_s=self._settings.delivery_timeout_s
-                )
+                ahead, timeout_s = self._settings.fetch_ahead, self._settings.delivery_timeout_s
+                self._fetch = Fetch(effect.order, self._inbox, self._ranks.call, ahead=ahead, timeout_s=timeout_s)
                 self._progress.fetches(self._fetch)
             case role.StopFetch():
                 if self._fetch is not None and self._fetch.order.epoch <= effect.epoch:

@@ -63,6 +63,8 @@ class _Read:
     epoch: int
     shared: bool
     began_s: float
+    ahead: bool = False
+    """Nobody has asked for it yet: it takes no room that anything else wants."""
     there: bool = False
     """The store has answered."""
     over: bool = False
@@ -148,6 +150,7 @@ class Reception:
                 read = self._reads[key] = _Read(engine, epoch, shared, time.monotonic())
                 self._readers.submit(lambda: self._read(key, read))
                 self._changed.wait_for(lambda: read.over, _AT_ONCE_S)
+            read.ahead = False
             if not read.over:
                 waited = time.monotonic() - read.began_s
                 if waited > self._settings.delivery_timeout_s and not read.there:
@@ -157,6 +160,16 @@ class Reception:
                 del self._reads[key]
                 raise read.error
             return self._hold(engine, key)
+
+    def ahead(self, engine: str, key: str, epoch: int) -> None:
+        """Begin to read a payload that the engine will ask for soon, if there is room that nothing else wants.
+
+        If it is not in sight yet, or finds no room, it is looked for again when it is asked for.
+        """
+        with self._changed:
+            if key not in self._held and key not in self._reads and not self._just_missed(engine, key):
+                read = self._reads[key] = _Read(engine, epoch, shared=True, began_s=time.monotonic(), ahead=True)
+                self._readers.submit(lambda: self._read(key, read))
 
     def tables(self, refs: Sequence[TableRef], then: Callable[[dict[str, ContentDigest] | DcrError], None]) -> None:
         """See ``Inbox.tables``."""
@@ -218,6 +231,8 @@ class Reception:
             self._missed.pop(key, None)
             self.objects += 1
             self.bytes += len(data)
+            if read.ahead and self._held_bytes + size > self._settings.receive_bytes_max:
+                return
             self._reserve(key, size)
         try:
             kept: Shared | bytes = self._write(data) if read.shared and data else data
@@ -226,8 +241,10 @@ class Reception:
                 self._held_bytes -= size
             raise DeliveryError(str(e)) from e
         with self._changed:
-            # Held for the engine that asked until it comes for it, or will not come any more.
-            self._held[key] = _Object(read.epoch, kept, size, readers={read.engine} if self._wanted(read) else set())
+            # Held for the engine that asked until it comes for it, or will not come any more.  What nobody asked for
+            # yet may go: an engine must not wait for room that is taken by what it comes to later.
+            asked = {read.engine} if self._wanted(read) and not read.ahead else set()
+            self._held[key] = _Object(read.epoch, kept, size, readers=asked)
             self._let_go()
 
     def _write(self, data: bytes) -> Shared:
@@ -334,6 +351,7 @@ class Incoming(Protocol):
     def traffic(self) -> Traffic: ...  # noqa: D102
     def payload(self, identity: PayloadIdentity) -> Shared | bytes | None: ...  # noqa: D102
     def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None: ...  # noqa: D102
+    def ahead(self, identities: Iterable[PayloadIdentity]) -> None: ...  # noqa: D102
     def payload_taken(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
     def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None: ...  # noqa: D102
     def payload_again(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
@@ -355,6 +373,11 @@ class Inbox:
     def payload(self, identity: PayloadIdentity) -> Shared | bytes | None:
         """A payload; None while it is not in sight.  Raises as ``Reception.get``."""
         return self._reception.get(self._engine, payload_key(identity), identity.epoch, shared=True)
+
+    def ahead(self, identities: Iterable[PayloadIdentity]) -> None:
+        """These payloads of one epoch will be asked for next; they may be read from the store meanwhile."""
+        for identity in identities:
+            self._reception.ahead(self._engine, payload_key(identity), identity.epoch)
 
     def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None:
         """An owner's manifest of an attempt; None while it is not in sight.  Raises as ``Reception.get``."""
@@ -432,6 +455,9 @@ class StoreInbox:
         else:
             self._missed.pop(key, None)
         return data
+
+    def ahead(self, identities: Iterable[PayloadIdentity]) -> None:
+        """Nothing is read before it is asked for."""
 
     def payload_taken(self, identity: PayloadIdentity) -> None:
         """Nothing is kept here."""

@@ -23,7 +23,7 @@ RECEIVE_BYTES_MAX = 4 << 30
 
 _LARGEST = {
     **dict.fromkeys(("stage_bytes_max", "receive_bytes_max"), MEMORY_LARGEST),
-    **dict.fromkeys(("buckets_ahead", "encode_threads", "deliver_threads"), THREADS_MAX),
+    **dict.fromkeys(("buckets_ahead", "encode_threads", "deliver_threads", "fetch_ahead"), THREADS_MAX),
 }
 
 READBACKS = ("start", "restore", "always")
@@ -84,6 +84,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fetch_poll_s: float = 0.004
     """Pause between looks for the next payload when none was there; a store where looks cost makes it longer
     (``look_pause_s`` in the address of one of S3)."""
+    fetch_ahead: int = 4
+    """Payloads of each owner that a node reads from the store before its engines ask for them."""
     record_poll_s: float = 0.5
     """How often a node reads the commit record by itself."""
     serve_lease_s: float = 30.0

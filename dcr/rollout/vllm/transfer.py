@@ -209,6 +209,7 @@ class DcrTransferEngine(WeightTransferEngine[DcrInitInfo, DcrUpdateInfo]):  # ty
                 order,
                 StoreInbox(delivery, DEFAULT_LIMITS.payload_bytes_max),
                 lambda request: {_RANK: self._take(request)},
+                ahead=0,
                 timeout_s=self._init.delivery_timeout_s,
             )
             self._fetch(fetch, attempt)

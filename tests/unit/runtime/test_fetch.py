@@ -61,7 +61,7 @@ class Setting:
         self.memory = SharedMemory("r", 1, folder)
         bounds = Settings(delivery_timeout_s=timeout_s)
         self.reception = Reception(self.store, self.memory, ["a"], bounds, payload_bytes_max=1000)
-        self.fetch = Fetch(ORDER, self.reception.inbox("a"), self.rank, timeout_s=timeout_s)
+        self.fetch = Fetch(ORDER, self.reception.inbox("a"), self.rank, ahead=2, timeout_s=timeout_s)
 
     def put(self, owner, sequence, data=b"x"):
         self.store.put(payload_key(identity(owner, sequence)), data)

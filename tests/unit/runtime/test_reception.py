@@ -203,6 +203,43 @@ def test_memory_that_is_gone_is_an_error_of_delivery_and_counts_nothing(host_of)
     assert host.reception._held_bytes == 0
 
 
+def test_what_is_read_ahead_is_there_when_it_is_asked_for_and_was_read_once(host_of):
+    host = host_of()
+    for n in range(4):
+        host.put(n, b"%d" % n)
+    assert host.read("a", 0) == b"0"
+    host.inboxes["a"].ahead([identity(n) for n in (1, 2, 7)])
+    host.settled(lambda: host.reception._held.get(payload_key(identity(2))))
+    reads = host.reception.objects
+    assert reads == 3
+    for n in (1, 2):
+        assert host.take("a", n) == b"%d" % n
+        assert host.take("b", n) == b"%d" % n
+    assert host.reception.objects == reads, "each was read once"
+    assert host.read("a", 7) is None
+    host.put(7, b"late")
+    assert host.read("a", 7) == b"late"
+
+
+def test_what_is_read_ahead_takes_no_room_that_anything_else_wants(host_of):
+    host = host_of(receive_bytes_max=100)
+    for n in range(4):
+        host.put(n, b"%d" % n * 60)
+    assert host.read("a", 0) == b"0" * 60
+    host.inboxes["a"].ahead([identity(1)])
+    host.settled(lambda: None)
+    assert host.files == [0], "no room beside what a rank reads"
+    host.inboxes["a"].payload_taken(identity(0))
+    host.inboxes["b"].payload_taken(identity(0))
+    host.inboxes["a"].ahead([identity(3)])
+    host.settled(lambda: host.reception._held.get(payload_key(identity(3))))
+    assert host.read("a", 1) == b"1" * 60, "what was read ahead makes room"
+    host.inboxes["a"].payload_taken(identity(1))
+    host.inboxes["b"].payload_taken(identity(1))
+    assert host.read("a", 3) == b"3" * 60, "and is read again"
+    assert host.reception._held_bytes == host.used
+
+
 def test_what_ranks_are_reading_is_not_taken_from_them_for_want_of_room(host_of):
     host = host_of(receive_bytes_max=100)
     host.put(0, b"x" * 60)
