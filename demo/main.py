@@ -3,7 +3,8 @@
 Two training ranks take real optimizer steps; a vLLM engine of one rank, one of two tensor-parallel ranks, and a plain
 torch model serve, each in a process of its own.  After every step the weights are pushed, and what each receiver holds
 is compared, bit for bit, with an untouched twin: a fresh model that loads the candidate's checkpoint through the
-ordinary loader and was never refitted.  The checkpoint comes from the trainer's own state dict, not from what was sent.
+ordinary loader and was never refitted.  The checkpoint comes from the trainer's own state dict, or Megatron Bridge's
+export, not from what was sent.
 """
 
 import argparse
