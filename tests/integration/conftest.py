@@ -14,7 +14,7 @@ def twin():
 
 
 @pytest.fixture(scope="session")
-def megatron(request, tmp_path_factory):
+def megatron(tmp_path_factory):
     """The folder, and what the ranks of the Megatron tests saw, by case and rank: one process imports Megatron."""
     from tests.integration import (  # noqa: PLC0415 - they use the fixture
         test_megatron_refit,
@@ -23,12 +23,7 @@ def megatron(request, tmp_path_factory):
         test_megatron_together,
     )
 
-    collected = {item.module.__name__.rsplit(".", 1)[-1] for item in request.session.items}
-    modules = [
-        module
-        for module in (test_megatron_source, test_megatron_residual, test_megatron_together, test_megatron_refit)
-        if module.__name__.rsplit(".", 1)[-1] in collected
-    ]
+    modules = (test_megatron_source, test_megatron_residual, test_megatron_together, test_megatron_refit)
     folder = tmp_path_factory.mktemp("megatron")
     jobs = [(module.JOB, case) for module in modules for case in module.NORMAL]
     return folder, megatron_ranks.run(folder, jobs, timeout_s=450)
