@@ -25,8 +25,8 @@ def scrambled(like: torch.Tensor) -> torch.Tensor:
 
 
 def enlarged(like: torch.Tensor) -> torch.Tensor:
-    """The highest bit of the exponent: what is ordinary becomes huge, and finite."""
-    return torch.full((PERIOD,), 1 << (8 * like.element_size() - 2), dtype=like.dtype, device=like.device)
+    """The two highest bits of the exponent: of floats what is below 2 becomes big, and finite."""
+    return torch.full((PERIOD,), 0b11 << (8 * like.element_size() - 3), dtype=like.dtype, device=like.device)
 
 
 def flip(tensor: torch.Tensor, mask: Mask) -> None:

@@ -236,17 +236,23 @@ def test_what_reads_a_live_tensor_of_another_task_is_converted_when_that_changes
         source.changes(Kind.RELATIVE)
 
 
-@pytest.mark.parametrize("limit", [3.0, 1e30, math.inf])
-def test_a_live_tensor_that_matters_only_when_it_is_big_is_seen(limit):
-    own = Own(weights((4, 8), (3, 4)), None)
-    own.function = lambda n, t: {f"w{n}": (t * 2 if bool(own.tensors[1].max() < limit) else t * 4) if n == 0 else t}
+@pytest.mark.parametrize("small", [lambda t: t.max() < math.inf, lambda t: t.max() < 1e30, lambda t: not t.max() > 100])
+def test_a_live_tensor_that_matters_only_when_it_is_big_is_seen(small):
+    own = Own(weights((4, 8), (64, 64)), None)
+    own.function = lambda n, t: {f"w{n}": (t * 2 if bool(small(own.tensors[1])) else t * 4) if n == 0 else t}
     source = MegatronSource(own)
     assert "reads live weights" in source.residual[0].reason
 
 
 def test_a_live_tensor_that_adds_nothing_yet_is_seen():
-    own = Own([*weights((4, 8)), torch.zeros(1, dtype=BF16)], None)
-    own.function = lambda n, t: {f"w{n}": t + own.tensors[1] if n == 0 and t.is_floating_point() else t}
+    own = Own([*weights((4, 8)), torch.zeros(8, dtype=BF16)], None)
+
+    def function(number, tensor):
+        if number == 0 and tensor.is_floating_point():
+            return {"w0": torch.where(own.tensors[1] != 0, tensor + own.tensors[1], tensor)}
+        return {f"w{number}": tensor}
+
+    own.function = function
     source = MegatronSource(own)
     assert names(source) == {"w0"}
     assert refit(source, own, lambda: own.tensors[1].fill_(0.5)) == {"w0", "w1"}
