@@ -49,7 +49,7 @@ MODELS = (
 )
 """Megabytes of BF16 weights, layout, and share that changes.
 
-One tensor is not larger, since learning its projection takes 40 to 55 times its size, at the construction only."""
+One tensor is not larger, since learning its projection takes long; its memory follows ``LEARN_BYTES``."""
 DENSE_MAX = 64
 """Megabytes of weights that are also sent whole, which takes the longest."""
 SMALL = 1 << 20
@@ -62,8 +62,8 @@ BUCKETS = 4
 """Buckets' worth of memory around one bucket: its entries, its streams before and after compression, its payload."""
 NOISE = 8 * MEGABYTE
 """What an interpreter and its threads take and give back meanwhile."""
-LEARN_BYTES = 112
-"""An element of the largest tensor, as ``projection`` has it."""
+LEARN_BYTES = 8 + 1 / 8
+"""An element of the largest tensor, as ``projection`` has it where the save path copies; and a bit that it was seen."""
 REHEARSAL = 8
 """Megabytes."""
 LAYOUTS = {
@@ -303,7 +303,7 @@ def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
     chunk, bucket = CHUNK_BYTES * min(CHUNK_ELEMENTS, owner["largest"]), BUCKETS * BUCKET_BYTES
     changed = int(2 * rate * chunk)  # twice, for not every chunk changes alike
     bounds = {
-        "construct": owner["bytes"] + LEARN_BYTES * owner["largest"],
+        "construct": owner["bytes"] + int(LEARN_BYTES * owner["largest"]) + chunk,
         "dense": chunk + bucket,
         "restore": chunk + bucket,
         "detect": changed,

@@ -12,8 +12,8 @@ sources).
 
 A group's ids have 4 bytes (8 from 2**30 elements on, or where ranks times elements reach 2**31); they are fitted chunk
 by chunk and let go.  So learning takes, full size and on every rank, 4 bytes an element of the largest group, and as
-much again for what the save path copies; then, instead, the group's own bytes once, and again for what it copies; and
-beside either up to 112 bytes an element of a chunk (bench/memory.py).
+much again for what the save path copies, and a bit; then, instead, the group's own bytes once, and again for what it
+copies; and beside either up to 112 bytes an element of a chunk (bench/memory.py).
 """
 
 import itertools
@@ -219,7 +219,8 @@ def _outline(sources: Sequence[SourceTensor], save_path: SavePath, chunk_element
         if tensor.dtype != dtype:
             raise RefusedError(f"canonical {name}: the save path casts {dtype} to {tensor.dtype}; {_ONLY_MOVES}")
         single = tensor.numel() == 0 or all(stride == 0 for stride in tensor.stride())
-        seen = [tensor.reshape(-1)[:1]] if single else [torch.unique(c) for _, c in row_chunks(tensor, chunk_elements)]
+        chunks = [(0, tensor.reshape(-1)[:1])] if single else row_chunks(tensor, chunk_elements)
+        seen = [_distinct(chunk) for _, chunk in chunks]
         drawn = torch.unique(torch.cat(seen)).tolist()
         origins[name] = tuple(n for n in drawn if 0 <= n < len(sources))  # the others are refused by their ids
         joined = {leader[n] for n in origins[name]}
@@ -232,6 +233,13 @@ def _outline(sources: Sequence[SourceTensor], save_path: SavePath, chunk_element
         {name: tuple(saved[name].shape) for name in sorted(saved)},
         origins,
     )
+
+
+def _distinct(numbers: torch.Tensor) -> torch.Tensor:
+    """Each number that occurs, once."""
+    if numbers.numel() and bool((numbers == numbers[0]).all()):  # as a rule, and found sooner
+        return numbers[:1]
+    return torch.unique(numbers)
 
 
 def _gathered_positions(source: SourceTensor, ranks: Ranks) -> torch.Tensor | None:

@@ -1,9 +1,5 @@
 """Resident memory while a payload is decoded: at most twice what ``decoded_bytes_max`` counts, refused or not."""
 
-import ctypes
-import gc
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,27 +10,12 @@ import zstandard
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.payload import decode_payload, encode_payload
 from dcr.protocol.errors import CorruptPayloadError
+from tests.peak_memory import peak_of
 from tests.unit.data_plane.forge import DENSE, GAPS, IDENTITY, NIBBLES, PLANE0, RELATIVE, item, open_up, seal
 
 ENTRIES = 3 << 20
 NOISE = 6 << 20
 DTYPE, SHAPE, ENTRIES_AT, COUNTS, DIGEST = 1, 2, 5, 6, 7
-MEMORY = Path("/proc/self")
-
-
-def status(field):
-    (line,) = [line for line in (MEMORY / "status").read_text().splitlines() if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
-
-
-def peak_of(work):
-    """What some work needs above what is resident when it begins."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    (MEMORY / "clear_refs").write_text("5")  # resets the high-water mark
-    work()
-    return status("VmHWM") - before
 
 
 def every_element(operation, *, last_gap=0, last_nibble=0):
