@@ -7,12 +7,8 @@ from torch import nn
 from dcr.trainer.torch.source import TorchSource
 from tests.peak_memory import peak_of
 
-ROWS, COLUMNS, CHUNK = 3000, 1000, 1 << 16
+ROWS, COLUMNS, CHUNK = 1500, 1000, 1 << 16
 NOISE = 16 << 20
-
-
-def turned(state):
-    return {name: tensor.T.contiguous() for name, tensor in state.items()}
 
 
 def joined(state):
@@ -20,7 +16,7 @@ def joined(state):
     return {"+".join(state): torch.cat(list(state.values()))}
 
 
-@pytest.mark.parametrize(("save_path", "copies"), [(dict, 0), (turned, 1), (joined, 1)])
+@pytest.mark.parametrize(("save_path", "copies"), [(dict, 0), (joined, 1)])
 def test_learning_takes_a_few_bytes_an_element(save_path, copies):
     model = nn.Module()
     for k in range(2):
