@@ -239,7 +239,8 @@ def _distinct(numbers: torch.Tensor) -> torch.Tensor:
     """Each number that occurs, once."""
     if numbers.numel() and bool((numbers == numbers[0]).all()):  # as a rule, and found sooner
         return numbers[:1]
-    return torch.unique(numbers)
+    distinct: torch.Tensor = torch.unique(numbers)
+    return distinct
 
 
 def _gathered_positions(source: SourceTensor, ranks: Ranks) -> torch.Tensor | None:
