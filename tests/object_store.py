@@ -32,6 +32,7 @@ class ObjectStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._client: Any = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ports = _free_ports(5)
         (folder / "data").mkdir(parents=True)
@@ -101,7 +102,15 @@ class ObjectStore:
             self._process.wait(30)
 
     def client(self, **config: Any) -> Any:
-        """boto3's client, beside what is tested."""
+        """boto3's client, beside what is tested; a new one if it is to be configured."""
+        if not config and self._client is not None:
+            return self._client
+        made = self._new_client(config)
+        if not config:
+            self._client = made
+        return made
+
+    def _new_client(self, config: dict[str, Any]) -> Any:
         config = {
             "retries": {"total_max_attempts": 1, "mode": "standard"},
             "s3": {"addressing_style": "path"},

@@ -129,17 +129,14 @@ def test_parts_are_given_up_when_the_upload_fails_or_the_key_is_taken(s3_of, net
 
 
 def test_the_sweep_aborts_old_uploads_of_its_record_alone(s3_of, bucket, running_store):
-    delivery, client = s3_of("&upload_age_max_s=2"), running_store.client()
-
-    def begin(key):
-        return client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
-
-    begin("p/run/00000000000000000012/x")
-    other = begin("p/run2/x"), begin("elsewhere")
-    time.sleep(4)
-    young = begin("p/run/y")
-    sweep(delivery, "run", 10)
-    assert {u["UploadId"] for u in uploads(running_store, bucket)} == {*other, young}
+    client = running_store.client()
+    keys = ["p/run/00000000000000000012/x", "p/run2/x", "elsewhere"]
+    old, *others = [client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"] for key in keys]
+    sweep(s3_of(), "run", 10)
+    assert {u["UploadId"] for u in uploads(running_store, bucket)} == {old, *others}  # they may still be at work
+    time.sleep(2.5)
+    sweep(s3_of("&upload_age_max_s=1"), "run", 10)
+    assert {u["UploadId"] for u in uploads(running_store, bucket)} == set(others)
 
 
 def test_bounds_hold_and_the_error_says_what_was_tried(s3_of, network):
@@ -212,7 +209,7 @@ def test_connections_are_bounded(s3_of, network):
 
 
 def test_a_large_object_is_read_in_ranges_into_one_buffer(s3_of, network, running_store):
-    delivery, data = s3_of(PARTS), content(4 * PART + 1)
+    delivery, data = s3_of(PARTS), content(2 * PART + 1)
     delivery.put("big", data)
     direct = s3_of(PARTS, running_store.endpoint)  # the network's own memory is not what is measured
     tracemalloc.start()
@@ -226,10 +223,10 @@ def test_a_large_object_is_read_in_ranges_into_one_buffer(s3_of, network, runnin
     before = delivery.traffic
     assert delivery.get("big", len(data)) == data
     spent = delivery.traffic.since(before)
-    assert (spent.requests, spent.retries, spent.bytes_down) == (5, {}, len(data))
-    with pytest.raises(RefusedError, match="20971521 bytes, more than the 20971520 allowed"):
+    assert (spent.requests, spent.retries, spent.bytes_down) == (3, {}, len(data))
+    with pytest.raises(RefusedError, match="10485761 bytes, more than the 10485760 allowed"):
         delivery.get("big", len(data) - 1)
-    assert len(network.seen("GET", "/big")) == 6  # and nothing after the first
+    assert len(network.seen("GET", "/big")) == 4  # and nothing after the first
 
 
 def test_what_is_overwritten_from_outside_is_not_mixed_up(s3_of, network, bucket, running_store):
@@ -345,18 +342,17 @@ def test_a_server_killed_in_the_middle_of_everything_loses_and_mixes_up_nothing(
     threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for thread in threads:
         thread.start()
-    for kill in range(2):
-        while len(expected) < 6 * (kill + 1) and not failed:
-            time.sleep(0.01)
-        running_store.kill()
-        running_store.start()
-    while len(expected) < 18 and not failed:
+    while len(expected) < 6 and not failed:
+        time.sleep(0.01)
+    running_store.kill()
+    running_store.start()
+    while len(expected) < 12 and not failed:
         time.sleep(0.01)
     stop.set()
     for thread in threads:
         thread.join()
     assert failed == []
-    assert sum(delivery.traffic.retries.values()) > 0  # otherwise no kill came in the middle
+    assert sum(delivery.traffic.retries.values()) > 0  # otherwise the kill came in the middle of nothing
     assert set(delivery.keys("run/")) == set(expected)
     for key, data in expected.items():
         assert delivery.get(key, len(data)) == data
