@@ -55,13 +55,13 @@ class Rank:
 
 
 class Setting:
-    def __init__(self, folder, timeout_s=0.05, store=None):
+    def __init__(self, folder, timeout_s=0.05, store=None, ahead=0):
         self.store = store or FolderDelivery(folder / "p")
         self.rank = Rank()
         self.memory = SharedMemory("r", 1, folder)
         bounds = Settings(delivery_timeout_s=timeout_s)
         self.reception = Reception(self.store, self.memory, ["a"], bounds, payload_bytes_max=1000)
-        self.fetch = Fetch(ORDER, self.reception.inbox("a"), self.rank, ahead=2, timeout_s=timeout_s)
+        self.fetch = Fetch(ORDER, self.reception.inbox("a"), self.rank, ahead=ahead, timeout_s=timeout_s)
 
     def put(self, owner, sequence, data=b"x"):
         self.store.put(payload_key(identity(owner, sequence)), data)
@@ -219,6 +219,29 @@ def test_another_incarnations_payloads_are_never_looked_at(at):
         at.fetch.step()
     assert at.rank.got == [("rank-1", "manifest")]
     assert not at.fetch.done
+
+
+def test_the_payloads_after_this_one_are_read_meanwhile_and_none_that_is_not_listed(tmp_path):
+    at = Setting(tmp_path, ahead=2)
+    owner = ORDER.owners[0]
+    for n in range(4):
+        at.put(owner, n)
+    asked = []
+    ahead = at.reception.ahead
+
+    def record(engine, key, epoch):
+        asked.append(int(key.rsplit("/", 1)[1].removesuffix(".payload")))
+        ahead(engine, key, epoch)
+
+    at.reception.ahead = record
+    while ("rank-0", 0) not in at.rank.got:
+        at.fetch.step()
+    assert asked == [1, 2]
+    at.seal(owner, 4)
+    while ("rank-0", 3) not in at.rank.got:
+        at.fetch.step()
+    assert asked[:4] == [1, 2, 2, 3]
+    assert at.reception.objects <= 5, "none was read twice"
 
 
 def test_every_owner_has_a_time_of_its_own(at, monkeypatch):
