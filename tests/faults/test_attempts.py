@@ -13,7 +13,7 @@ from dcr.protocol.messages import Published, decode_order
 from dcr.protocol.step import Step
 from dcr.runtime.node_agent import NodeError
 from tests.faults.models import Doubled, Policy, Served
-from tests.faults.thread_fleet import Fleet, flip, forge
+from tests.faults.thread_fleet import Fleet, flip, forge, unsealed
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_engines_with_different_loaders_get_set_where_one_needs_it(fleet: Fleet)
     fleet.check(doubled)
     sent: dict[str, set[Operation]] = {}
     for path in fleet.objects(fleet.record().epoch):
-        for item in read_header(path.read_bytes()).items:
+        for item in read_header(unsealed(path)).items:
             sent.setdefault(item.name, set()).add(item.operation)
     assert sent["embed"] == {Operation.SET}
     assert sent["scale"] == {Operation.SET}

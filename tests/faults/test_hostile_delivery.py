@@ -13,14 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dcr.delivery.sealed import SEAL_BYTES
 from dcr.protocol.identity import decode_manifest, encode_manifest
 from dcr.protocol.messages import Join, StorageState, encode_message
 from dcr.protocol.step import Step
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
-from tests.faults.thread_fleet import Fleet, flip, forge, rewrite
+from tests.faults.thread_fleet import Fleet, flip, forge, rewrite, unsealed
 
 Rewrite = Callable[[Path, Callable[[bytes], bytes]], None]
 
@@ -58,10 +57,6 @@ def on_manifest(change: Callable[[bytes], bytes]) -> Callable[[Fleet, int, Rewri
 
 def lose_payload(fleet: Fleet, epoch: int, _: Rewrite) -> None:
     fleet.objects(epoch)[1].unlink()
-
-
-def unsealed(path: Path) -> bytes:
-    return path.read_bytes()[:-SEAL_BYTES]
 
 
 def swap_payloads(fleet: Fleet, epoch: int, write: Rewrite) -> None:

@@ -23,7 +23,7 @@ from dcr.runtime.rank_host import RankHost
 from dcr.runtime.rank_messages import Answer, decode_request, encode
 from dcr.runtime.ranks import RankLostError
 from tests.faults.models import BF16, Policy, Served, stored_bits
-from tests.faults.thread_fleet import WAIT_S
+from tests.faults.thread_fleet import WAIT_S, unsealed
 
 ROWS = {"embed": 64, "q": 24, "k": 12, "gate": 40, "up": 40}
 
@@ -147,7 +147,7 @@ def test_a_node_receives_once_for_all_ranks_of_all_its_engines(fleet_of, node_of
         assert stored_bits(one.model) == stored_bits(two.model) == served(fleet, version)
         sent = [*fleet.objects(fleet.record().committed.epoch), fleet.manifest(fleet.record().committed.epoch)]
         assert len(sent) >= 4
-        assert node.received == (before[0] + len(sent), before[1] + sum(p.stat().st_size for p in sent))
+        assert node.received == (before[0] + len(sent), before[1] + sum(len(unsealed(p)) for p in sent))
     folder = node._reception._memory.folder
     fleet.wait(lambda: list(folder.iterdir()) == [])
     node.close()

@@ -15,7 +15,7 @@ from dcr.protocol.messages import Verify, encode_message
 from dcr.runtime.contents_table import TABLE_BYTES_MAX, decode_table, encode_table
 from dcr.runtime.node_agent import NodeError
 from tests.faults.test_node_ranks import Sharded, fresh, single
-from tests.faults.thread_fleet import WAIT_S
+from tests.faults.thread_fleet import WAIT_S, forge, unsealed
 
 
 def ask(fleet, capsys, *more):
@@ -89,7 +89,7 @@ def test_owners_digests_are_brought_forward_and_are_those_of_the_weights(run, ca
         spec = TensorSpec(name, tuple(tensor.shape), tensor.dtype)
         bits = tensor.contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
         expected[name] = digest_elements(spec, None, bits)
-    assert decode_table(table.read_bytes()) == expected
+    assert decode_table(unsealed(table)) == expected
     assert sum(expected.values(), ContentDigest()).hex() == fleet.record().baseline_id
     assert ask(fleet, capsys)[0] == 0
     assert len(list(Path(fleet.payloads).glob("default/*/contents/*/*/*"))) == 1, "asking again stores nothing more"
@@ -99,7 +99,7 @@ def test_a_table_that_was_changed_in_the_store_is_refused(run, capsys):
     fleet, *_ = run()
     assert ask(fleet, capsys)[0] == 0
     (table,) = Path(fleet.payloads).glob("default/*/contents/rank-0/*/*")
-    held = decode_table(table.read_bytes())
+    held = decode_table(unsealed(table))
     name = next(iter(held))
     table.chmod(0o600)
     table.write_bytes(encode_table({**held, name: held[name] + ContentDigest(1)}))
@@ -115,9 +115,7 @@ def test_a_table_that_changes_after_its_owner_delivered_it_blames_no_engine(run,
 
     def put_and_change(key, data):
         put(key, data)
-        path = fleet.payloads / key
-        path.chmod(0o600)
-        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        forge(fleet.payloads / key, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
 
     delivery.put = put_and_change
     status, _, report = ask(fleet, capsys)

@@ -12,7 +12,7 @@ from torch import nn
 
 from dcr import RefitReport, RolloutNode, TrainerRefit
 from dcr.delivery.folder import FolderDelivery
-from dcr.delivery.sealed import SealedDelivery
+from dcr.delivery.sealed import SEAL_BYTES, SealedDelivery
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.protocol.step import Step
 from dcr.rollout.gate import GateTimeoutError
@@ -189,6 +189,11 @@ class Fleet:
         while not what():
             assert time.monotonic() < deadline, "it did not come about in time"
             time.sleep(0.005)
+
+
+def unsealed(path: Path) -> bytes:
+    """A stored object without its seal."""
+    return path.read_bytes()[:-SEAL_BYTES]
 
 
 def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
