@@ -14,6 +14,9 @@ from dcr.runtime.link import ChannelSettings, Link
 _logger = logging.getLogger(__name__)
 _DEFAULT = ChannelSettings()
 _ACCEPT_PAUSE_S = 0.1
+_TELL_AGAIN_S = 60.0
+_TOLD_MAX = 64
+"""Refusals that are kept apart in the log."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Hub:
         self._closed = False
         self._seats: dict[tuple[str, str], tuple[Peer, Link]] = {}
         self._strangers: set[socket.socket] = set()
+        self._told: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((host, port), backlog=settings.handshakes_max)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
@@ -166,12 +170,25 @@ class Hub:
             try:
                 peer, link = self._admit(sock)
             except (OSError, ChannelError) as error:
-                _logger.warning("hub %s: a connection was refused: %s", self.address, error)
+                self._tell_refusal(str(error))
             else:
                 self._converse(sock, peer, link)
             finally:
                 with self._changed:
                     self._strangers.discard(sock)
+
+    def _tell_refusal(self, problem: str) -> None:
+        """Warn of a refused connection; of the same again only after a while, for a spoke tries on and on."""
+        now_s = time.monotonic()
+        with self._changed:
+            told = {text: at_s for text, at_s in self._told.items() if now_s - at_s < _TELL_AGAIN_S}
+            new = problem not in told
+            if new and len(told) < _TOLD_MAX:
+                told[problem] = now_s
+            self._told = told
+        _logger.log(
+            logging.WARNING if new else logging.DEBUG, "hub %s: a connection was refused: %s", self.address, problem
+        )
 
     def _admit(self, sock: socket.socket) -> tuple[Peer, Link]:
         peer = prove_to_spoke(sock, self._secret, self._settings.handshake_timeout_s)
@@ -193,7 +210,10 @@ class Hub:
             while key in self._seats and not self._closed:
                 seated, old = self._seats[key]
                 if seated.incarnation > peer.incarnation:
-                    return f"incarnation {seated.incarnation} is connected, which is newer"
+                    return (
+                        f"a newer process is connected under this name (incarnation {seated.incarnation}); "
+                        "end the older one, or give it a name of its own"
+                    )
                 old.drop(f"replaced by a new connection of incarnation {peer.incarnation}")
                 if not self._changed.wait(deadline - time.monotonic()):
                     return "an event of its older connection is still being handled"

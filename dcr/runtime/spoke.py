@@ -13,6 +13,7 @@ from dcr.runtime.handshake import Peer, check_secret, prove_to_hub
 from dcr.runtime.link import ChannelSettings, Link
 
 _logger = logging.getLogger(__name__)
+_AUTHENTICATING = "authenticating"
 _DEFAULT = ChannelSettings()
 
 
@@ -135,12 +136,19 @@ class Spoke:
             try:
                 self._connect()
             except Exception as error:  # noqa: BLE001  (resolve may raise anything; all of it is reported by name)
-                self._trouble = f"{self._stage}: {error or repr(error)}"
+                self._tell(f"{self._stage}: {error or repr(error)}")
             if time.monotonic() - started_s > settings.reconnect_max_s:
                 pause_s = settings.reconnect_min_s
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, pause_s * random.uniform(0.5, 1))  # noqa: S311  (jitter)
             pause_s = min(2 * pause_s, settings.reconnect_max_s)
+
+    def _tell(self, trouble: str) -> None:
+        """Log what stands in the way, once: the hub would be asked again and again for the same answer."""
+        if trouble != self._trouble:
+            level = logging.WARNING if self._stage.startswith(_AUTHENTICATING) else logging.INFO
+            _logger.log(level, "%s: %s; it tries again", self._peer, trouble)
+        self._trouble = trouble
 
     def _connect(self) -> None:
         """One connection, from the question where the hub is to the connection's end."""
@@ -158,7 +166,7 @@ class Spoke:
                     if self._closed:
                         return
                     self._sock = sock
-                self._stage = f"authenticating with the hub at {address}"
+                self._stage = f"{_AUTHENTICATING} with the hub at {address}"
                 prove_to_hub(sock, self._secret, self._peer, self._settings.handshake_timeout_s)
                 self._converse(Link(sock, f"the hub at {address}", self._settings))
             finally:

@@ -86,7 +86,7 @@ def issue(authority: Path, folder: Path, name: str, days: int = DAYS) -> None:
 
     Args:
         authority: folder of ``create_authority``.
-        folder: made here, if it is missing; its parent must exist.
+        folder: made here, with its parents, if it is missing.
         name: of the peer.
         days: until it expires.
 
@@ -163,6 +163,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 def _write(folder: Path, files: dict[str, bytes]) -> None:
     """Write new files, keys for nobody else; the last one is what says that all are there."""
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for name in files:
             if (folder / name).exists():
@@ -172,7 +173,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
     except OSError as e:
-        raise RefusedError(f"{folder}: {e.strerror}; check it and its parent") from e
+        raise RefusedError(f"{folder}: {e.strerror}; it cannot be written: check it and the folders above it") from e
 
 
 def _name_in(folder: Path) -> str:

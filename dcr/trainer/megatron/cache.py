@@ -106,6 +106,10 @@ class ProjectionCache:
         _LOG.warning("projection cache %s: %s; the projection is learned anew", self.path, problem)
         return False
 
+    def confirm(self) -> None:
+        """Say that the file is used."""
+        _LOG.info("projection cache %s: the projection was taken from it, and has been checked", self.path)
+
     def store(self, learner: Learner) -> None:
         """Store what was learned, all of it or nothing; a failure is told to the log and changes nothing else."""
         pieces = {

@@ -145,6 +145,7 @@ def _recalled(learner: Learner, cache: ProjectionCache | None) -> Learner | None
         wrong = next((reason for number, reason in learner.reasons.items() if number not in reasons), "on another rank")
         cache.refuse(f"the conversion does not do what it says: {wrong}")
         return None
+    cache.confirm()
     return learner
 
 

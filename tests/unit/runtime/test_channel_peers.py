@@ -1,3 +1,4 @@
+import logging
 import signal
 import subprocess
 import sys
@@ -138,14 +139,21 @@ def test_a_full_queue_drops_the_peer_by_name(nothing_left, start, bounds, messag
     sock.close()
 
 
-def test_a_newer_incarnation_replaces_and_an_older_is_refused(nothing_left, start):
+def test_a_newer_incarnation_replaces_and_an_older_is_refused(nothing_left, start, caplog):
     events = Events()
     hub = start.hub(events)
     first, _ = join(hub.address, SECRET, name="a", incarnation=4)
     assert events.take(Connected).peer.incarnation == 4
     older, refused = join(hub.address, SECRET, name="a", incarnation=3)
-    assert refused == "incarnation 4 is connected, which is newer"
+    assert "a newer process is connected under this name (incarnation 4)" in refused
     assert closed_by_peer(older)
+    for _ in range(2):  # it tries again, and the log says it once
+        older, refused = join(hub.address, SECRET, name="a", incarnation=3)
+        assert refused
+        assert closed_by_peer(older)
+    warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warned) == 1
+    assert "give it a name of its own" in warned[0]
     again, refused = join(hub.address, SECRET, name="a", incarnation=4)  # its own half-open connection
     assert refused == ""
     assert closed_by_peer(first)
