@@ -45,6 +45,10 @@ class Disconnected:
 HubEvent = Connected | Received | Disconnected
 
 
+class _NoSeatError(ChannelError):
+    """A peer of this run, and no place for it."""
+
+
 class Hub:
     """Listens for spokes, and keeps one connection for each (role, name).
 
@@ -169,8 +173,10 @@ class Hub:
         with sock:
             try:
                 peer, link = self._admit(sock)
-            except (OSError, ChannelError) as error:
+            except _NoSeatError as error:
                 self._tell_refusal(str(error))
+            except (OSError, ChannelError) as error:
+                _logger.warning("hub %s: a connection was refused: %s", self.address, error)
             else:
                 self._converse(sock, peer, link)
             finally:
@@ -178,7 +184,7 @@ class Hub:
                     self._strangers.discard(sock)
 
     def _tell_refusal(self, problem: str) -> None:
-        """Warn of a refused connection; of the same again only after a while, for a spoke tries on and on."""
+        """Warn of a proven peer that got no place; of the same again only after a while, for it tries on."""
         now_s = time.monotonic()
         with self._changed:
             told = {text: at_s for text, at_s in self._told.items() if now_s - at_s < _TELL_AGAIN_S}
@@ -197,7 +203,7 @@ class Hub:
         refused = self._seat(peer, link)
         if refused:
             send_verdict(sock, refused, self._settings.handshake_timeout_s)
-            raise ChannelError(f"{peer}: {refused}")
+            raise _NoSeatError(f"{peer}: {refused}")
         with self._changed:
             self._strangers.discard(sock)
         return peer, link
