@@ -100,9 +100,10 @@ class BridgeConversion:
 
     def __init__(self, bridge: Any, model: Sequence[nn.Module], build_tasks: BuildTasks | None = None) -> None:
         self._bridge = bridge
-        self._model = list(model)
+        self._model = model  # itself: a chunk that is replaced in it is the model from then on
         self._build_tasks = build_tasks or self._bridge_tasks
         self._held: frozenset[int] = frozenset()
+        self._names: list[str] = []
 
     def tasks(self) -> Sequence[Task]:
         """See ``Conversion``.
@@ -126,13 +127,14 @@ class BridgeConversion:
                     expert=bool(task.mapping.is_expert),
                 )
             )
+        self._names = [task.name for task in tasks]
         self._held = frozenset(t.tensor.data_ptr() for t in tasks if t.tensor is not None and t.tensor.numel())
         return tasks
 
     def state(self) -> object:
         """See ``Conversion``."""
         return [
-            (name, value.data_ptr(), value.dtype, tuple(value.shape))
+            (name, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
             for chunk in self._model
             for name, value in _stored(chunk)
         ]
@@ -173,6 +175,11 @@ class BridgeConversion:
         """See ``Conversion``."""
         # Built anew each time: mappings remember shapes and dtypes of what they have broadcast.
         built = self._build()
+        if [task.global_param_name for task in built] != self._names:
+            raise RefusedError(
+                "the conversion tasks are listed otherwise than when they were numbered: build_tasks has to give the "
+                "same tasks in the same order every time"
+            )
 
         def replaced() -> Iterator[Any]:
             # Handed over one by one, so that the stand-ins of one task are alive at a time.
@@ -189,7 +196,7 @@ class BridgeConversion:
 
         with torch.no_grad():
             for name, tensor in self._bridge.export_hf_weights(
-                self._model, cpu=True, show_progress=False, conversion_tasks=replaced()
+                list(self._model), cpu=True, show_progress=False, conversion_tasks=replaced()
             ):
                 yield name, self._without_padding(name, tensor)
 
@@ -220,7 +227,7 @@ class BridgeConversion:
         build = model_bridge.build_conversion_tasks
         if self._bridge.export_weight_dtype == "fp8":
             build = model_bridge.build_export_fp8_tasks
-        tasks: Sequence[Any] = build(self._bridge.hf_pretrained, unwrap_model(self._model))
+        tasks: Sequence[Any] = build(self._bridge.hf_pretrained, unwrap_model(list(self._model)))
         return tasks
 
 

@@ -49,12 +49,14 @@ def flipped(tensors: Iterable[torch.Tensor], mask: Mask) -> Iterator[None]:
     """Flip live tensors for a while; what is there twice, in one shape or another, is flipped once."""
     by_size = sorted(tensors, key=lambda tensor: tensor.nbytes)  # of those that begin together the biggest stays
     unique = {tensor.data_ptr(): tensor for tensor in by_size if tensor.numel()}
-    for tensor in unique.values():
-        flip(tensor, mask)
+    done: list[torch.Tensor] = []
     try:
+        for tensor in unique.values():
+            flip(tensor, mask)
+            done.append(tensor)
         yield
     finally:
-        for tensor in unique.values():
+        for tensor in done:  # one that cannot be flipped leaves the others as they were
             flip(tensor, mask)
 
 

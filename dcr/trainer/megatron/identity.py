@@ -53,7 +53,7 @@ def _function(value: Callable[..., object], depth: int) -> Any:
     code = getattr(inner, "__code__", None)
     if code is None:
         return [_name(type(value)), plain(_attributes(value), depth + 1)]
-    held = [cell.cell_contents for cell in inner.__closure__ or ()] if depth < _DEPTH_MAX else []
+    held = [_held(cell) for cell in inner.__closure__ or ()] if depth < _DEPTH_MAX else []
     bound = getattr(value, "__self__", None)
     return [
         _name(inner),
@@ -62,6 +62,13 @@ def _function(value: Callable[..., object], depth: int) -> Any:
         [plain(one, depth + 1) for one in held],
         None if bound is None else _name(type(bound)),
     ]
+
+
+def _held(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that its function has not bound yet
+        return "nothing yet"
 
 
 def _attributes(value: object) -> dict[str, object]:

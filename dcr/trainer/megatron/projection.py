@@ -32,6 +32,7 @@ from dcr.trainer.megatron.conversion import Conversion, Task
 from dcr.trainer.megatron.disturbance import flipped, others_changed, scrambled
 from dcr.trainer.megatron.identity import fingerprint
 from dcr.trainer.megatron.learner import INDEX_MASK, RANK_BITS, TASK_BITS, Learner, Pieces
+from dcr.trainer.megatron.listing import list_tasks
 from dcr.trainer.megatron.lockstep import Lockstep
 from dcr.trainer.megatron.outline import Group, outline
 from dcr.trainer.torch.ranks import Ranks
@@ -79,7 +80,7 @@ def learn(conversion: Conversion, lockstep: Lockstep, folder: Path | None = None
         RefusedError: on every rank alike: a conversion that differs among ranks, or does not fit its live weights.
         OutOfStepError: on every rank alike; see ``Lockstep``.
     """
-    tasks = conversion.tasks()
+    tasks = list_tasks(conversion, lockstep.ranks)
     _check_sizes(tasks, lockstep.ranks)
     if len(set(lockstep.ranks.gather(folder is None))) > 1:
         raise RefusedError("some ranks have a folder for the projection cache and others none: give all of them one")

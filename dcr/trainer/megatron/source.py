@@ -16,6 +16,7 @@ from dcr.protocol.identity import Kind
 from dcr.trainer.megatron.conversion import Conversion, Task
 from dcr.trainer.megatron.digest import digest_of
 from dcr.trainer.megatron.inspection import Inspection, Portion, inspect_live
+from dcr.trainer.megatron.listing import list_tasks, missing
 from dcr.trainer.megatron.lockstep import PEER_GRACE_S, Lockstep
 from dcr.trainer.megatron.outline import Group
 from dcr.trainer.megatron.projection import Residual, learn, part_of
@@ -77,7 +78,7 @@ class MegatronSource:
         self._ranks = Ranks(process_group)
         self._lockstep = Lockstep(self._ranks, peer_grace_s=peer_grace_s)
         projection = learn(conversion, self._lockstep, cache_folder)
-        self._tasks = conversion.tasks()
+        self._tasks = list_tasks(conversion, self._ranks)
         self._layout = self._layout_of(self._tasks)
         self._state = conversion.state()
         self.specs: tuple[TensorSpec, ...] = projection.specs
@@ -184,7 +185,7 @@ class MegatronSource:
         Raises:
             CandidateChangedError: if what was folded has another digest; the baseline is lost then.
         """
-        self._share.fold(expected, lambda: self._live)
+        self._share.fold(expected, self._stored)
         if self._candidate_inputs is not None:
             self._inputs, self._candidate_inputs = self._candidate_inputs, None
         self._candidates = {}
@@ -236,13 +237,17 @@ class MegatronSource:
         state = self._conversion.state()
         if not any(self._ranks.gather(state != self._state)):
             return
-        tasks = self._conversion.tasks()
+        tasks = list_tasks(self._conversion, self._ranks)
         layout = self._layout_of(tasks)
         problem = None
         for ours, theirs, found in ((layout, self._layout, "appeared in"), (self._layout, layout, "is gone from")):
+            known = set(theirs)
             for line in ours:
-                if line not in theirs and problem is None:
+                if line not in known and problem is None:
                     problem = f"[{line}] {found} the model since this source was made; make a new one"
+        if problem is None and layout != self._layout:
+            # Maps and baselines go by number.
+            problem = "the model's tensors are listed in another order since this source was made; make a new one"
         self._ranks.refuse_together(problem)
         self._tasks, self._state = tasks, state
 
@@ -346,11 +351,17 @@ class MegatronSource:
     def _look(self) -> Live:
         if self._candidate_inputs is None:
             raise RefusedError(f"owner {self.owner}: call prepare() on every rank once the weights have changed")
+        live = self._stored()
         if self._digests_of_inputs() != self._candidate_inputs:
             raise RefusedError(
                 f"owner {self.owner}: weights of residual tasks have changed since prepare(); call it again on every "
                 "rank, and keep the optimizer from stepping until the push returns"
             )
+        return live
+
+    def _stored(self) -> Live:
+        if problem := missing(self._tasks, self._conversion.others()):
+            raise RefusedError(f"owner {self.owner}: {problem}")
         return self._live
 
     def _live(self, number: int) -> torch.Tensor | None:
