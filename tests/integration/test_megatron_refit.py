@@ -205,8 +205,8 @@ def pushes(case, rank, folder):
                 seen.append(one)
             again = refit.push()
         loop.step()
-        # A trainer that went on from weights that nobody has seen.
-        with MegatronRefit([loop.model], bridge, **options) as refit:
+        # A trainer that went on from weights that nobody has seen, and gives its model as it was before it was wrapped.
+        with MegatronRefit([chunk], bridge, **options) as refit:
             resumed = refit.push()
             export(bridge, loop, checkpoint, folder / "resumed")
             if node is not None:

@@ -33,6 +33,11 @@ class Trouble:
             for task in plain(self._bridge, self._model)
         ]
 
+    def listed(self):
+        if self._last:
+            self._fail()
+        return plain(self._bridge, self._model)
+
     def _troubled(self, task):
         if self._last and self.where == "before its collectives":
             task.mapping.megatron_to_hf = self._fail
@@ -101,6 +106,8 @@ def refits(case, rank, folder):
     source = MegatronSource(
         BridgeConversion(bridge, model, trouble.build), check_replicas_always=True, peer_grace_s=GRACE_S
     )
+    seen["arguments"] = refused(lambda: MegatronSource(BridgeConversion(bridge, model), check_replicas=rank == 0))
+    seen["listing"] = refused(lambda: MegatronSource(BridgeConversion(bridge, model, trouble.listed)))
     seen["inspection"] = source.inspect()
     seen["memory"] = source.memory_bytes
     digest = source.baseline_digest
@@ -138,6 +145,22 @@ def test_a_conversion_that_fails_on_one_rank_alone_is_named_on_all(ranks, where,
         assert seconds < GRACE_S + 20
         assert ("start the trainer again" in said) == (kind == "OutOfStepError")
         assert rank["unchanged"]
+
+
+def test_ranks_that_were_given_different_arguments_are_told_so(ranks):
+    for rank in ranks:
+        assert rank["arguments"][:2] == (
+            "RefusedError",
+            "check_replicas is True on rank 0 and False on rank 1: give all ranks the same",
+        )
+
+
+def test_tasks_that_cannot_be_listed_on_one_rank_alone_are_refused_on_all(ranks):
+    for rank in ranks:
+        assert rank["listing"][:2] == (
+            "RefusedError",
+            "rank 1: the conversion tasks cannot be listed: MemoryError: nothing left on this rank",
+        )
 
 
 def test_a_task_that_fails_on_ids_on_one_rank_alone_is_residual_on_all(ranks):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.errors import DcrError
 from dcr.trainer.megatron.conversion import Conversion, Task
 from dcr.trainer.torch.ranks import Ranks
 

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from dcr.protocol.errors import RefusedError
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.settings import Settings
 from dcr.trainer.megatron.conversion import BridgeConversion, BuildTasks
+from dcr.trainer.megatron.gathers import finish_gathers
 from dcr.trainer.megatron.inspection import Inspection
 from dcr.trainer.megatron.lockstep import PEER_GRACE_S
 from dcr.trainer.megatron.source import MegatronSource
@@ -64,9 +65,16 @@ class MegatronRefit(Refit):
         settings: Settings | dict[str, object] | None = None,
         observe: Observer = log_step,
     ) -> None:
-        bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
-        self._model = list(model)
-        _finish_gathers(self._model)
+        ranks = Ranks(process_group)
+        bounds, problem = Settings(), None
+        try:
+            bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
+        except RefusedError as error:
+            problem = str(error)
+        ranks.refuse_together(problem)
+        ranks.refuse_differing(record_id=record_id)
+        self._model = model
+        finish_gathers(self._model)
         self.source = MegatronSource(
             BridgeConversion(bridge, model, build_tasks),
             process_group=process_group,
@@ -78,7 +86,7 @@ class MegatronRefit(Refit):
         )
         super().__init__(
             self.source,
-            Ranks(process_group),
+            ranks,
             control=control,
             delivery=delivery,
             record_id=record_id,
@@ -103,7 +111,7 @@ class MegatronRefit(Refit):
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome in time.
         """
-        _finish_gathers(self._model)
+        finish_gathers(self._model)
         self.source.prepare()
         return super().push(dense=dense)
 
@@ -113,18 +121,3 @@ class MegatronRefit(Refit):
         ``print(refit.inspect())`` shows a table; it is the same on every rank.
         """
         return self.source.inspect()
-
-
-def _finish_gathers(model: Sequence[nn.Module]) -> None:
-    """Have every rank hold whole parameters after an optimizer step; collective.
-
-    With ``overlap_param_gather`` a step renews each rank's share alone, and the next forward pass gathers the others'
-    shares: until then replicas are mixtures of two versions.  Megatron does the same before it saves a checkpoint.
-    Gathering again changes nothing.
-    """
-    chunk: Any
-    for chunk in model:
-        config = getattr(chunk, "ddp_config", None)
-        if config is not None and config.overlap_param_gather and not config.use_megatron_fsdp:
-            with torch.no_grad():
-                chunk.start_param_sync(force_sync=True)

@@ -76,6 +76,7 @@ class MegatronSource:
     ) -> None:
         self._conversion = conversion
         self._ranks = Ranks(process_group)
+        self._ranks.refuse_differing(check_replicas=check_replicas, check_replicas_always=check_replicas_always)
         self._lockstep = Lockstep(self._ranks, peer_grace_s=peer_grace_s)
         projection = learn(conversion, self._lockstep, cache_folder)
         self._tasks = list_tasks(conversion, self._ranks)

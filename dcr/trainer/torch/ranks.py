@@ -1,12 +1,17 @@
 """The training ranks that own one model together: a torch.distributed group, or a single process without one."""
 
+import pickle
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from dcr.protocol.errors import RefusedError
+from dcr.protocol.errors import DcrError, RefusedError
 
 T = TypeVar("T")
+
+
+class RanksLostError(DcrError):
+    """The ranks cannot meet any more; the trainer has to be started again."""
 
 
 class Ranks:
@@ -25,12 +30,37 @@ class Ranks:
             raise RefusedError("this process is not a rank of the process group it was given")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of rank; collective."""
+        """Every rank's value, in order of rank; collective.
+
+        Raises:
+            RanksLostError: a rank is gone, or did not come within the timeout of the process group.
+        """
         if self._alone:
             return [value]
         values: list[T | None] = [None] * self.count
-        dist.all_gather_object(values, value, group=self._group)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except (RuntimeError, pickle.UnpicklingError) as error:
+            raise RanksLostError(
+                f"rank {self.rank} of {self.count}: the ranks cannot meet any more, one of them is gone, did not come "
+                f"in time or is somewhere else: {error}; every rank has to make and push its refit together: see what "
+                "the others say, end all ranks and start the trainer again"
+            ) from error
         return values  # type: ignore[return-value]  # every slot was filled
+
+    def refuse_differing(self, **said: object) -> None:
+        """Raise RefusedError on every rank if ranks were given different arguments; collective.
+
+        Args:
+            said: arguments by name, plain values.
+        """
+        everyone = self.gather(said)
+        for rank, theirs in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if theirs[name] != value:
+                    raise RefusedError(
+                        f"{name} is {value!r} on rank 0 and {theirs[name]!r} on rank {rank}: give all ranks the same"
+                    )
 
     def refuse_together(self, problem: str | None) -> None:
         """Raise RefusedError on every rank if any has a problem, so that none waits for one that left; collective."""
