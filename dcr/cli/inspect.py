@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from dcr.cli.report import say
-from dcr.protocol.errors import RefusedError
+from dcr.protocol.errors import DcrError, RefusedError
 
 SHAPES = Path(__file__).parent / "shapes"
 """Configurations that come with dcr."""
+
+CONFIG_BYTES_MAX = 16 << 20
+TASKS_MAX = 1 << 16
+"""Layers times experts; each is some modules, which take time and memory even without weights."""
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 _DESCRIPTION = """\
 Makes the model that a Hugging Face configuration describes, without weights, puts one tensor of each class through
@@ -77,21 +84,37 @@ def _config(model: str) -> dict[str, Any]:
     shipped, given = SHAPES / f"{model}.json", Path(model)
     path = shipped if shipped.exists() else given / "config.json" if given.is_dir() else given
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise RefusedError(
             f"model {model!r}: no configuration in {path}: {error}; give a config.json of Hugging Face, its folder, or "
             f"one of {', '.join(sorted(p.stem for p in SHAPES.glob('*.json')))}"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise RefusedError(f"model {model!r}: {path} has no model_type; give a config.json of Hugging Face")
+    tasks = _most(config, _LAYERS) * _most(config, _EXPERTS)
+    if tasks > TASKS_MAX:
+        raise RefusedError(f"model {model!r}: layers times experts are {tasks} in {path}, more than {TASKS_MAX}")
     return config
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():  # a pipe would never end
+        raise OSError("there is no such file")
+    with path.open("rb") as file:
+        data = file.read(CONFIG_BYTES_MAX + 1)
+    if len(data) > CONFIG_BYTES_MAX:
+        raise OSError(f"it has more than {CONFIG_BYTES_MAX} bytes")
+    return data.decode()
+
+
+def _most(config: dict[str, Any], fields: tuple[str, ...]) -> int:
+    return max([1, *(value for field in fields if isinstance(value := config.get(field), int))])
 
 
 def _inspected(config: dict[str, Any], layout: Any) -> Any:
     """In a process group of this process alone, as Megatron wants one."""
-    import torch  # noqa: PLC0415 - slow
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415 - slow
 
     from dcr.trainer.megatron.conversion import BridgeConversion  # noqa: PLC0415
     from dcr.trainer.megatron.inspection import inspect  # noqa: PLC0415
@@ -102,14 +125,30 @@ def _inspected(config: dict[str, Any], layout: Any) -> Any:
         try:
             store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it, but does not say so
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            bridge, provider = _bridge(config)
-            with torch.device("meta"):
-                model = provider.provide(pre_process=True, post_process=True).bfloat16()
+            bridge, model = _model(config)
             return inspect(BridgeConversion(bridge, [model]), layout)
         finally:
             logging.disable(logging.NOTSET)
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _model(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The Bridge and the model without weights."""
+    import torch  # noqa: PLC0415 - slow
+
+    try:
+        bridge, provider = _bridge(config)
+        with torch.device("meta"):
+            return bridge, provider.provide(pre_process=True, post_process=True).bfloat16()
+    except ImportError as error:
+        raise RefusedError(f"Megatron-Core and Megatron Bridge cannot be imported: {error}; install them") from error
+    except DcrError:
+        raise
+    except Exception as error:
+        raise RefusedError(
+            f"Megatron Bridge makes no model of this configuration: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _bridge(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -127,12 +166,9 @@ def _bridge(config: dict[str, Any]) -> tuple[Any, Any]:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        bridge = AutoBridge.from_hf_config(AutoConfig.for_model(config["model_type"], **fields))
-        if not on_gpu:
-            return bridge, cpu_megatron.provider_of(bridge)
-        provider = bridge.to_megatron_provider(load_weights=False)
-        provider.finalize()
-    except Exception as error:
-        raise RefusedError(f"Megatron Bridge makes no model of this configuration: {error}") from error
+    bridge = AutoBridge.from_hf_config(AutoConfig.for_model(config["model_type"], **fields))
+    if not on_gpu:
+        return bridge, cpu_megatron.provider_of(bridge)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    provider.finalize()
     return bridge, provider

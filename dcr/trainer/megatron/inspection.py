@@ -13,6 +13,7 @@ import torch
 
 from dcr.protocol.errors import RefusedError
 from dcr.trainer.megatron.conversion import Conversion, Replace, Task
+from dcr.trainer.megatron.learner import INDEX_MASK, RANK_BITS
 from dcr.trainer.megatron.lockstep import Lockstep
 from dcr.trainer.megatron.projection import Projection, learn
 from dcr.trainer.torch.ownership import Shard, assign
@@ -47,6 +48,8 @@ class Layout:
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.ep, self.etp, self.ranks) < 1:
             raise RefusedError(f"{self}: every size must be at least 1")
+        if self.ranks > 1 << RANK_BITS:
+            raise RefusedError(f"{self}: there can be {1 << RANK_BITS} ranks at most")
         for what, size in (("tp * pp", self.tp * self.pp), ("etp * ep * pp", self.etp * self.ep * self.pp)):
             if self.ranks % size:
                 raise RefusedError(f"{self}: ranks must be a multiple of {what} = {size}")
@@ -202,6 +205,8 @@ class _Sample:
         self._tasks = []
         for task in chosen.values():
             assert task.tensor is not None, "one rank holds every tensor"
+            if task.tensor.numel() > INDEX_MASK:  # before there is memory for it
+                raise RefusedError(f"{task.name}: {task.tensor.numel()} elements are more than ids can name")
             stand_in = torch.empty(task.tensor.shape, dtype=task.tensor.dtype)  # its values do not matter
             self._tasks.append(Task(task.name, task.kind, stand_in))
 
@@ -242,15 +247,17 @@ def inspect(conversion: Conversion, layout: Layout) -> Inspection:
         layout: what balance and memory are for.
 
     Raises:
-        RefusedError: the model cannot be refitted at all.
+        RefusedError: the model cannot be refitted at all, or not be laid out so.
     """
     classes: dict[tuple[object, ...], list[int]] = {}
     tasks = conversion.tasks()
     for number, task in enumerate(tasks):
         assert task.tensor is not None, "one rank holds every tensor"
+        _refuse_split(task, layout)
         name = _NUMBER.sub("*", task.name)
         key = (name, task.kind, tuple(task.tensor.shape), task.tensor.dtype, task.split, task.expert)
         classes.setdefault(key, []).append(number)
+    _refuse_spread(tasks, layout)
     chosen = [numbers[0] for numbers in classes.values()]
     projection = learn(_Sample(conversion, {n: tasks[n] for n in chosen}), Lockstep(Ranks()))
     found = [
@@ -259,6 +266,34 @@ def inspect(conversion: Conversion, layout: Layout) -> Inspection:
     ]
     owned = _owned_bytes(tasks, list(zip(classes.values(), found, strict=True)), layout)
     return Inspection.of(found, owned, owned)
+
+
+def _refuse_split(task: Task, layout: Layout) -> None:
+    size = layout.etp if task.expert else layout.tp
+    # What is outside of layers is as big as the vocabulary, which Megatron pads.
+    if task.tensor is not None and task.split and _LAYER.search(task.name) and task.tensor.numel() % size:
+        what = "etp" if task.expert else "tp"
+        raise RefusedError(
+            f"{layout}: {task.name} of shape {tuple(task.tensor.shape)} cannot be split by {what} {size}"
+        )
+
+
+def _refuse_spread(tasks: Sequence[Task], layout: Layout) -> None:
+    layers, experts = _layers(tasks), _experts(tasks)
+    if layout.pp > layers:
+        raise RefusedError(f"{layout}: the model has {layers} layers, fewer than pipeline stages")
+    if experts % layout.ep:
+        raise RefusedError(f"{layout}: the model has {experts} experts, which ep {layout.ep} does not divide")
+    if layout.ep > 1 and not experts:
+        raise RefusedError(f"{layout}: the model has no experts: ep has to be 1")
+
+
+def _layers(tasks: Sequence[Task]) -> int:
+    return 1 + max((int(m[1]) for task in tasks if (m := _LAYER.search(task.name))), default=0)
+
+
+def _experts(tasks: Sequence[Task]) -> int:
+    return max((1 + _expert(task.name) for task in tasks if task.expert), default=0)
 
 
 def _class_of(task: Task, count: int, projection: Projection, sample: int) -> TensorClass:
@@ -280,8 +315,7 @@ def _owned_bytes(
     tasks: Sequence[Task], classes: Sequence[tuple[Sequence[int], TensorClass]], layout: Layout
 ) -> tuple[int, ...]:
     """Bytes each rank owns: direct shards among their holders, residual tensors among all ranks."""
-    layers = 1 + max((int(m[1]) for task in tasks if (m := _LAYER.search(task.name))), default=0)
-    experts = 1 + max((_expert(task.name) for task in tasks if task.expert), default=0)
+    layers, experts = _layers(tasks), _experts(tasks)
     everyone = tuple(range(layout.ranks))
     shards = []
     for numbers, found in classes:
