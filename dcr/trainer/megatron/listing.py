@@ -52,4 +52,4 @@ def _named(tasks: Sequence[Task], others: Mapping[str, torch.Tensor]) -> Iterato
 def _end(tensor: torch.Tensor) -> int:
     """Bytes of storage that the tensor reaches into."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return int((tensor.storage_offset() + last + 1) * tensor.element_size())
