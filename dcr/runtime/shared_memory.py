@@ -1,17 +1,21 @@
 """Memory that a node shares with the ranks of its engines: files of one folder in tmpfs, written once, then only read.
 
 The folder is locked while its node lives.  Whoever makes a folder of their own first removes those that nobody locks:
-what a killed process left does not stay.
+what a killed process left does not stay.  A folder that somebody else takes away, as systemd does with what a user has
+in /dev/shm when the last session ends (RemoveIPC), is made anew: ranks that miss a file have it read from the store
+again.
 """
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import re
 import shutil
 import stat
 import tempfile
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from dcr.protocol.errors import CorruptPayloadError, DcrError
 from dcr.runtime.rank_messages import Shared
 
 ROOT = Path("/dev/shm")  # noqa: S108 - a folder with an unguessable name and the owner's permissions is made there
+_log = logging.getLogger("dcr.node")
 _PREFIX = "dcr-"
 _NAME = re.compile(r"dcr-[0-9a-f]{16}-[0-9]+-[a-z0-9_]{8}")
 """What ``SharedMemory`` calls its folders: digest of the record, incarnation, and what ``mkdtemp`` appends."""
@@ -44,28 +49,45 @@ class SharedMemory:
 
     def __init__(self, record_id: str, incarnation: int, root: Path = ROOT) -> None:
         _sweep(root)
-        prefix = f"{_PREFIX}{hashlib.sha256(record_id.encode()).hexdigest()[:16]}-{incarnation}-"
+        self._root = root
+        self._prefix = f"{_PREFIX}{hashlib.sha256(record_id.encode()).hexdigest()[:16]}-{incarnation}-"
         self._names = count()
+        self._turn = threading.Lock()  # several threads may find at once that the folder is gone
+        self.folder, self._lock = self._make()
+
+    def _make(self) -> tuple[Path, int]:
+        """A new folder, and the descriptor that locks it."""
         for _ in range(_TRIES_MAX):
             try:
-                self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+                folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=self._root))
             except OSError as e:
-                raise SharedMemoryError(f"shared memory: no folder can be made in {root}: {e}") from e
-            lock = _lock(self.folder)
-            if lock is not None and self.folder.exists():
-                self._lock = lock
-                return
+                raise SharedMemoryError(f"shared memory: no folder can be made in {self._root}: {e}") from e
+            lock = _lock(folder)
+            if lock is not None and folder.exists():
+                return folder, lock
             if lock is not None:  # a sweep came between creation and lock, and removed it
                 os.close(lock)
-        raise SharedMemoryError(f"shared memory: {_TRIES_MAX} folders in {root} were swept; who sweeps so fast?")
+        raise SharedMemoryError(f"shared memory: {_TRIES_MAX} folders in {self._root} were swept; who sweeps so fast?")
+
+    def _make_again(self) -> None:
+        """If the folder was taken away, go on in another; not once this is closed."""
+        with self._turn:
+            if self._lock < 0 or self.folder.exists():
+                return
+            _log.warning("shared memory %s was taken away; its node goes on in another folder", self.folder)
+            folder, lock = self._make()
+            os.close(self._lock)
+            self.folder, self._lock = folder, lock
 
     def write(self, data: bytes) -> Shared:
         """Put bytes into a new file, readable by this user only.
 
         Raises:
-            SharedMemoryError: there is not so much memory, or the folder is gone; nothing stays of it.
+            SharedMemoryError: there is not so much memory, or this is closed; nothing stays of it.
         """
-        path = self.folder / str(next(self._names))
+        self._make_again()
+        folder = self.folder
+        path = folder / str(next(self._names))
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "wb", buffering=0) as file:
@@ -75,7 +97,7 @@ class SharedMemory:
         except OSError as e:
             path.unlink(missing_ok=True)
             raise SharedMemoryError(
-                f"shared memory: {len(data)} bytes could not be written to {self.folder}: {e}; give the host more "
+                f"shared memory: {len(data)} bytes could not be written to {folder}: {e}; give the host more "
                 "(a container: --shm-size), or lower receive_bytes_max"
             ) from e
         return Shared(str(path), len(data), payload_digest(data))
@@ -86,10 +108,11 @@ class SharedMemory:
 
     def close(self) -> None:
         """Remove everything; safe to repeat."""
-        if self._lock >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        with self._turn:
+            if self._lock >= 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                os.close(self._lock)
+                self._lock = -1
 
 
 def read_shared(shared: Shared, size_max: int) -> memoryview:

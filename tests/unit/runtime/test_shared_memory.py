@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -126,11 +127,22 @@ def test_a_sweep_takes_nothing_that_no_node_made(tmp_path, name):
     assert record.read_bytes() == b"all there is"
 
 
-def test_a_folder_that_was_taken_away_is_an_error_by_name(memory):
+def test_a_folder_that_was_taken_away_is_made_anew_and_locked_and_ends_with_its_node(memory, tmp_path):
     """As systemd does with what a user leaves in /dev/shm when the last session ends (RemoveIPC)."""
-    shutil.rmtree(memory.folder)
+    memory.write(b"gone with it")
+    before = memory.folder
+    shutil.rmtree(before)
+    with ThreadPoolExecutor(8) as pool:
+        written = list(pool.map(memory.write, [b"some bytes"] * 8))
+    assert {Path(shared.path).parent for shared in written} == {memory.folder} != {before}
+    assert [read_shared(shared, 10).tobytes() for shared in written] == [b"some bytes"] * 8
+    assert stat.S_IMODE(memory.folder.stat().st_mode) == 0o700
+    SharedMemory("other", 1, tmp_path).close()  # sweeps what nobody locks
+    assert list(tmp_path.iterdir()) == [memory.folder]
+    memory.close()
     with pytest.raises(SharedMemoryError, match="10 bytes could not be written"):
         memory.write(b"some bytes")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_lies_in_memory_unless_told_otherwise():
