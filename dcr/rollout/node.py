@@ -1,8 +1,10 @@
 """The rollout side's front door: the engines of one host, kept at the committed version."""
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +18,7 @@ from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
 from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import RefusedError
+from dcr.rollout.claim import Claim
 from dcr.runtime.contents import ReadbackReport
 from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
@@ -33,6 +36,11 @@ class RolloutEngine(Engine, Protocol):
     """An adapter of ``dcr.rollout``: ``VllmEngine`` or ``TorchEngine``."""
 
     name: str
+
+    @property
+    def runtime(self) -> object:
+        """What serves behind the adapter: of all adapters of it, one at a time has a node."""
+        ...
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]] | None:
         """Canonical name and tensor of what the loader was fed; None if that is not known."""
@@ -63,7 +71,7 @@ class RolloutNode:
 
     Raises:
         RefusedError: an engine cannot be refitted (its layout, its loader), or nothing tells its canonical tensors; or
-            two engines have the same name.
+            two engines have the same name, or another node of this process has one of them.
         ReadbackError: an engine was read back, and does not hold the checkpoint that it was started from.
     """
 
@@ -83,9 +91,14 @@ class RolloutNode:
         names = [e.name for e in all_engines]
         if not names or len(set(names)) != len(names):
             raise RefusedError(f"a node takes one engine or several, each with a name of its own, not {names}")
-        known = {e.name: _checkpoint_of(e, specs) for e in all_engines}
         self._agents: dict[str, NodeAgent] = {}
+        self._closing = threading.Lock()
         with ExitStack() as opened:
+            claims: dict[str, Claim] = {}
+            for engine in all_engines:
+                claims[engine.name] = Claim(engine.runtime, engine.name)
+                opened.callback(claims[engine.name].release)
+            known = {e.name: _checkpoint_of(e, specs) for e in all_engines}
             plane = open_control_plane(control)
             opened.callback(plane.close)
             secret = load_or_create_secret(secret_path(control))
@@ -114,6 +127,7 @@ class RolloutNode:
                     checkpoint=checkpoint,
                 )
                 self._agents[engine.name] = agent
+                claims[engine.name].until(partial(getattr, agent, "ended"))
                 opened.callback(agent.close)
             self._opened = opened.pop_all()
 
@@ -184,8 +198,9 @@ class RolloutNode:
         return {name: agent.readback(timeout_s) for name, agent in self._agents.items()}
 
     def close(self) -> None:
-        """Leave: end threads and connections; the gates stay as they are."""
-        self._opened.close()
+        """Leave: end threads and connections; the gates stay as they are.  Safe to repeat, from several threads too."""
+        with self._closing:
+            self._opened.close()
 
 
 def _checkpoint_of(

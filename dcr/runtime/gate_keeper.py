@@ -95,8 +95,13 @@ class GateKeeper:
             self._withhold(withheld=False)
 
     def open(self, version: int) -> None:
-        """Let requests in, served by this version; if the lease has run out meanwhile, they are withheld."""
+        """Let requests in, served by this version; if the lease has run out meanwhile, they are withheld.
+
+        After ``stop`` nobody is let in: an agent whose node was closed may come here late, from a rank that hung.
+        """
         with self._gate:
+            if self._stopped:
+                return
             self._open = True
             if self.stale:  # it may have taken long to come here
                 self._withhold(withheld=True)
@@ -104,8 +109,18 @@ class GateKeeper:
             self._engine.open_gate(version)
             self._withhold(withheld=False)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the thread is not there, or not any more."""
+        return not self._thread.is_alive()
+
+    def join(self, timeout_s: float) -> None:
+        """After ``stop``: wait for the thread, which may be closing the gate."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
     def stop(self) -> None:
-        """End the thread; the gate stays as it is."""
+        """End the thread; the gate stays as it is, or is closed if the thread is at that."""
         with self._clock:
             self._stopped = True
             self._clock.notify_all()

@@ -201,13 +201,22 @@ class NodeAgent:
         except FutureTimeoutError:
             raise NodeError(f"engine {self._name}: no readback after {timeout_s} s: {self._progress.why()}") from None
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of the agent touches the engine any more: closed, and in no call to it that hangs."""
+        return self._stop.is_set() and not self._thread.is_alive() and self._gate.ended
+
     def close(self) -> None:
-        """End the agent's thread and connection; the engine's gate stays as it is."""
+        """End the agent's thread and connection; the engine's gate stays as it is.
+
+        A rank that hangs is waited for no longer than ``drain_timeout_s``; ``ended`` says whether it was long enough.
+        """
         self._stop.set()
         self._gate.stop()
         self._tell()
         self._spoke.close()
         self._thread.join(self._settings.drain_timeout_s)
+        self._gate.join(self._settings.drain_timeout_s)
 
     # ------------------------------------------------------------ the loop
 

@@ -90,6 +90,7 @@ class Sharded:
             )
             for rank, shard in enumerate(self.shards)
         ]
+        self.runtime = self
         self.gate = Gate(name, 0.05)
         self.close_gate, self.open_gate = self.gate.close, self.gate.open
         self.hurt = lambda _request: None

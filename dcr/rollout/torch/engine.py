@@ -88,6 +88,11 @@ class TorchEngine:
         """The version being served; None while the gate is closed."""
         return self._gate.version
 
+    @property
+    def runtime(self) -> object:
+        """The module: see ``RolloutEngine.runtime``."""
+        return self.model
+
     def request(self) -> AbstractContextManager[int]:
         """Hold the gate for one request: ``with engine.request() as version: model(...)``."""
         return self._gate.request()

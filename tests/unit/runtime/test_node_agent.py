@@ -1,6 +1,7 @@
 """A node agent beside a real engine, led by hand: a real record, a real channel, real payloads in a folder."""
 
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -377,3 +378,82 @@ def test_orders_are_obeyed_and_the_lease_is_kept_while_a_read_of_the_store_hangs
     finally:
         hang.let_go()
     assert stored_bits(at.model) == dense(at.policy.state_dict())  # nothing of the old epoch came after it
+
+
+def test_memory_that_is_taken_away_in_the_middle_of_an_attempt_costs_nothing(at: Led) -> None:
+    """As systemd does when the user who started the node logs out (RemoveIPC)."""
+    at.policy.step(1)
+    order = at.prepare(stage=False)
+    at.hear(Prepared)
+    memory = at.node._reception._memory
+    write, taken = memory.write, []
+
+    def taken_away(data: bytes) -> Any:
+        shared = write(data)
+        if len(taken) < 2:  # before any rank can map it, and before the next is written
+            taken.append(memory.folder)
+            shutil.rmtree(memory.folder)
+        return shared
+
+    memory.write = taken_away  # type: ignore[method-assign]
+    root = at.emit(order)
+    at.send(OpenApply("default", 1))
+    assert at.hear(Acknowledged).manifest_root == root
+    assert len(set(taken)) == 2
+    at.commit(root)
+
+
+# ---------------------------------------------------------------- one node an engine
+
+
+def node_beside(at: Led, engine: TorchEngine) -> RolloutNode:
+    return RolloutNode(engine, control=f"sqlite://{at.file}", delivery=f"file://{at.file.parents[1]}/payloads")
+
+
+@pytest.mark.parametrize("adapter", ["the same", "another"])
+def test_a_second_node_is_refused_while_the_first_is_there_and_changes_nothing(at: Led, adapter: str) -> None:
+    folder = at.file.parents[1]
+    engine = at.engine if adapter == "the same" else TorchEngine(at.model, name="b", checkpoint=folder)
+    free = TorchEngine(Served(), name="free")
+    with pytest.raises(RefusedError, match="another node of this process keeps it, as engine 'a': close that one"):
+        RolloutNode([free, engine], control=f"sqlite://{at.file}", delivery=f"file://{folder}/payloads")
+    at.serves_old()
+    at.policy.step(1)
+    order = at.prepare(stage=False)
+    at.hear(Prepared)
+    root = at.emit(order)
+    at.send(OpenApply("default", 1))
+    at.hear(Acknowledged)
+    at.commit(root)
+    at.node.close()
+    at.node = node_beside(at, at.engine)
+    assert at.node.wait_serving(1, WAIT_S) == 1
+
+
+def test_a_node_whose_rank_hangs_keeps_its_engine_until_it_is_answered_and_then_lets_nobody_in(
+    hurried: Led, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = hurried
+    hang = Hang(at.engine.call_ranks)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(at.engine, "call_ranks", hang)
+            assert hang.reached.wait(WAIT_S)
+        wait(lambda: at.engine.version is None)  # the lease is lost
+        threads = [threading.Thread(target=at.node.close) for _ in range(3)]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert time.monotonic() - began < 10.0
+        with pytest.raises(RefusedError, match="its node was closed, but a call of it to the engine has not returned"):
+            node_beside(at, at.engine)
+        late = at.node._agents["a"]
+    finally:
+        hang.let_go()
+    wait(lambda: late.ended)
+    assert at.engine.version is None
+    at.node = node_beside(at, at.engine)
+    assert at.node.wait_serving(0, WAIT_S) == 0
+    at.serves_old()
