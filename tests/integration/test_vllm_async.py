@@ -318,6 +318,14 @@ def test_several_completions_of_a_kept_request_are_labelled_each(make, refit, lo
         assert (first.start, first.end, second.end) == (0, second.start, MANY)
 
 
+@pytest.mark.parametrize("token", [-1, 256])
+def test_a_token_id_that_the_model_does_not_have_ends_no_engine(make, loop, token):
+    engine = make("wait")
+    with pytest.raises(RefusedError, match=f"engine node-a: the prompt holds token id {token}, and the model has"):
+        Request(loop, engine, [5, token]).result()
+    Request(loop, engine, PROMPT).result()
+
+
 def test_calls_on_its_own_loop_and_wrong_settings_are_refused(make, loop, llm):
     engine = make("keep")
 

@@ -23,7 +23,7 @@ def config_of(connector):
     transfer = connector and KVTransferConfig(kv_connector=connector, kv_role="kv_both")
     return SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_size=1, nnodes=1, world_size=1, worker_extension_cls="x"),
-        model_config=SimpleNamespace(model="x"),
+        model_config=SimpleNamespace(model="x", skip_tokenizer_init=False, get_vocab_size=lambda: 256),
         weight_transfer_config=None,
         kv_transfer_config=transfer,
         ec_transfer_config=None,

@@ -1,6 +1,7 @@
 """A real vLLM engine, refitted in place, against fresh engines that never were."""
 
 import copy
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -189,6 +190,42 @@ def test_a_prompt_that_is_no_sequence_of_token_ids_is_refused_before_vllm_sees_i
     with pytest.raises(RefusedError, match=r"engine node-a/0: prompt 1 is \w+, not a sequence of token ids: tokenize"):
         engine.generate([[5, 9], prompt], parameters(1))
     assert engine.generate(PROMPTS, parameters(1)).version == 0
+
+
+@pytest.mark.parametrize("token", [-1, 256, 10**30])
+def test_a_token_id_that_the_model_does_not_have_ends_no_engine(engine, token):
+    """vLLM checks ids with its tokenizer, and has none here: the worker's embedding would end its process."""
+    with pytest.raises(
+        RefusedError, match=rf"engine node-a/0: prompt 1 holds token id {token}, and the model has 0 to"
+    ):
+        engine.generate([[5, 9], [3, token]], parameters(1))
+    assert engine.generate([[0, 255]], parameters(1)).version == 0
+
+
+def test_a_request_that_is_interrupted_while_it_is_handed_over_does_not_run_on(engine, llm, monkeypatch):
+    """As by a Ctrl-C in a notebook: what ran on behind a closed gate would read weights that are being written."""
+    enqueue = llm.enqueue
+
+    def slow(*args, **kwargs):
+        time.sleep(0.3)
+        return enqueue(*args, **kwargs)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "enqueue", slow)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2, 3]] * 3, parameters(120))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    engine.close_gate(DRAIN_S)
+    engine.reset_caches()  # after the requests, in vLLM's one thread
+    assert not llm.llm_engine.has_unfinished_requests()
+    engine.open_gate(0)
 
 
 def test_threads_generate_together_while_the_node_agent_calls(engine, fresh):

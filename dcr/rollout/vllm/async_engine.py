@@ -14,6 +14,7 @@ from dcr.rollout.async_gate import AsyncGate
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import GateTimeoutError
 from dcr.rollout.vllm.engine import CacheResetError
+from dcr.rollout.vllm.prompts import PromptCheck
 from dcr.rollout.vllm.rank_calls import EngineCallError, RankCalls
 from dcr.rollout.vllm.version_spans import AnswerSpans, VersionSpan, check_spans
 
@@ -92,6 +93,7 @@ class AsyncVllmEngine:
         self.ranks = self._ranks.names
         self._llm = llm
         self._on_close = on_close
+        self._check_prompt = PromptCheck(name, llm.vllm_config).check
         self._checkpoint = llm.vllm_config.model_config.model
         self._call_timeout_s = call_timeout_s
         self._loop = loop or asyncio.get_running_loop()
@@ -124,9 +126,11 @@ class AsyncVllmEngine:
         Raises:
             GateFullError: too many requests are held at the closed gate already.
             GateTimeoutError: the gate stayed closed for ``gate_wait_s``.
+            RefusedError: a token id is none of the model's, which would end vLLM's engine core; nothing was asked.
         """
         from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415  vLLM reads its environment when imported
 
+        self._check_prompt(prompt)
         await self._gate.enter()
         delta = sampling_params.output_kind == RequestOutputKind.DELTA
         spans = AnswerSpans(self._llm.output_processor, request_id, delta=delta)
@@ -144,6 +148,11 @@ class AsyncVllmEngine:
         return self._ranks.layout_reports()
 
     # ------------------------------------------------------------ for the node agent
+
+    @property
+    def runtime(self) -> object:
+        """The LLM: see ``RolloutEngine.runtime``."""
+        return self._llm
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical name and tensor of everything that the engine's loader was fed when it started (DESIGN D2)."""

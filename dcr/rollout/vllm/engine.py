@@ -1,16 +1,17 @@
 """One vLLM engine as the node agent sees it: its ranks, its gate, its caches, and requests that pass the gate."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.errors import DcrError
 from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
+from dcr.rollout.vllm.caller import Caller
+from dcr.rollout.vllm.prompts import PromptCheck
 from dcr.rollout.vllm.rank_calls import EngineCallError, RankCalls
 
 _T = TypeVar("_T")
@@ -62,15 +63,21 @@ class VllmEngine:
         self._ranks = RankCalls(name, config, self._rpc)
         self.ranks = self._ranks.names
         self._checkpoint = config.model_config.model
+        self._check_ids = PromptCheck(name, config).check_ids
         self._call_timeout_s = call_timeout_s
         self._gate = Gate(name, gate_wait_s)
-        self._caller = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"vllm-{name}")
+        self._caller = Caller(f"vllm-{name}")
         self._finished: dict[str, Any] = {}  # by request id; touched only by the caller thread
 
     @property
     def version(self) -> int | None:
         """The version being served, None while the gate is closed."""
         return self._gate.version
+
+    @property
+    def runtime(self) -> object:
+        """The LLM: see ``RolloutEngine.runtime``."""
+        return self._llm
 
     def call_ranks(self, request: bytes) -> list[bytes]:
         """Send one request to the host of every rank, in one call; their answers in the order of ``ranks``.
@@ -126,28 +133,36 @@ class VllmEngine:
         Raises:
             GateTimeoutError: the gate stayed closed for ``gate_wait_s``.
             EngineCallError: the engine failed; the requests were aborted.
-            RefusedError: a prompt is no sequence of token ids, which would end vLLM's engine core; nothing was asked.
+            RefusedError: a prompt is no sequence of token ids of the model, which would end vLLM's engine core; nothing
+                was asked.
         """
         for n, prompt in enumerate(prompts_token_ids):
-            if isinstance(prompt, (str, bytes, Mapping)) or not all(isinstance(token, int) for token in prompt):
-                raise RefusedError(
-                    f"engine {self.name}: prompt {n} is {type(prompt).__name__}, not a sequence of token ids: tokenize "
-                    "it first"
-                )
+            self._check_ids(f"prompt {n}", prompt)
         prompts = [{"prompt_token_ids": list(ids)} for ids in prompts_token_ids]
         with self._gate.request() as version:
-            ids = self._call("enqueue", lambda: self._enqueue(prompts, sampling_params))
+            ids: list[str] = []
             try:
+                self._call("enqueue", lambda: ids.extend(self._enqueue(prompts, sampling_params)))
                 while (outputs := self._call("step", lambda: self._step(ids))) is None:
                     pass
             except BaseException:  # an interrupt too: what no one waits for must not run on behind a closed gate
-                self._caller.submit(self._abort, ids)
+                self._caller.submit(
+                    lambda: self._abort(ids)
+                )  # it comes after the call that was interrupted, which names them
                 raise
         return Generation(version, outputs)
 
     def shutdown(self) -> None:
-        """End the thread that calls vLLM, after the call it is in; the LLM itself is its maker's to shut down."""
-        self._caller.shutdown(cancel_futures=True)
+        """End the thread that calls vLLM, after the call it is in; the LLM itself is its maker's to shut down.
+
+        Raises:
+            EngineCallError: that call has not returned in ``call_timeout_s``; the process may end without it.
+        """
+        if not self._caller.shutdown(self._call_timeout_s):
+            raise EngineCallError(
+                f"engine {self.name}: shutting down, a call into vLLM has not returned for {self._call_timeout_s} s: a "
+                "rank hangs; end its processes"
+            )
 
     def _enqueue(self, prompts: list[dict[str, list[int]]], sampling_params: Any) -> list[str]:
         """Request ids as outputs carry them: vLLM's internal ones have a random suffix after a dash."""
