@@ -1,5 +1,6 @@
 """Fetching one attempt, payload by payload, from what the host receives into the ranks of one engine."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -15,7 +16,11 @@ from dcr.protocol.record import OwnerRef
 from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Shared, Undeliverable
 from dcr.runtime.reception import Incoming
 
+_log = logging.getLogger("dcr.node")
+
 _TRIES_MAX = 3
+_SILENT_S = 10.0
+"""After so long without anything of an owner, the log says so."""
 
 Answers = Mapping[str, Answer]
 """What the ranks of an engine answered to one request, by rank."""
@@ -54,6 +59,7 @@ class Fetch:
         self._call = call
         self._ahead = ahead
         self._timeout_s = timeout_s
+        self._began = time.monotonic()
         self._before = inbox.traffic
         self._owners = [_Source(o) for o in order.owners]
 
@@ -105,7 +111,23 @@ class Fetch:
             return []
         with stage("fetch"):
             manifest = self._inbox.manifest(o, ref)
-        return [] if manifest is None else self._manifest(source, SealedManifest(ref.owner, o.epoch, manifest))
+        if manifest is not None:
+            return self._manifest(source, SealedManifest(ref.owner, o.epoch, manifest))
+        self._tell_of_silence(source)
+        return []
+
+    def _tell_of_silence(self, source: "_Source") -> None:
+        """Say once that nothing of an owner has come: it may be at work still, or deliver to somewhere else."""
+        if source.next or source.told or time.monotonic() - self._began < _SILENT_S:
+            return
+        source.told = True
+        _log.warning(
+            "epoch %d: nothing of %s has come in %.0f s: either it is still finding the first changes, or it does not "
+            "deliver to where this node looks; compare delivery and record_id of both sides",
+            self.order.epoch,
+            source.ref.owner,
+            _SILENT_S,
+        )
 
     def _payload(self, source: "_Source", request: Payload) -> list[Answers]:
         answers, good = self._deliver(source, request)
@@ -153,6 +175,8 @@ class _Source:
         self.total: int | None = None
         self.tries = 0
         self.failed = False
+        self.told = False
+        """The log knows that nothing of it has come."""
         self.waits_since: float | None = None
         """When it was seen first that the next payload, which is listed, is not there yet."""
 

@@ -244,6 +244,21 @@ def test_the_payloads_after_this_one_are_read_meanwhile_and_none_that_is_not_lis
     assert at.reception.objects <= 5, "none was read twice"
 
 
+def test_silence_of_an_owner_is_told_once(tmp_path, monkeypatch, caplog):
+    at = Setting(tmp_path)
+    at.put(ORDER.owners[0], 0)
+    now = [time.monotonic()]
+    monkeypatch.setattr("dcr.runtime.fetch.time.monotonic", lambda: now[0])
+    at.fetch.step()
+    assert caplog.messages == []
+    for _ in range(3):
+        now[0] += 10.1
+        at.fetch.step()
+    (told,) = caplog.messages
+    assert told.startswith(f"epoch 3: nothing of {ORDER.owners[1].owner} has come in 10 s")
+    assert "compare delivery and record_id of both sides" in told
+
+
 def test_every_owner_has_a_time_of_its_own(at, monkeypatch):
     a, b = OWNERS
     now = [100.0]
