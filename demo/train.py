@@ -61,7 +61,7 @@ class Trainer(ABC):
         for step in range(steps):
             self.set_rate(WARM_UP_RATE * min(1.0, (step + 1) / 8, (steps - step) / (steps / 2)))
             loss = self.step()
-            if (step + 1) % PROGRESS_STEPS == 0:
+            if step == 0 or (step + 1) % PROGRESS_STEPS == 0:
                 progress(step + 1, loss)
         self.set_rate(RATE)
         return loss

@@ -83,7 +83,7 @@ class SqliteControlPlane:
                 _create(path)
         except OSError as error:
             raise ControlPlaneUnavailableError(
-                f"control plane file {path}: cannot be created: {error.strerror}; check the folder"
+                f"control plane file {path}: cannot be created: {error.strerror}; its folder must exist and be writable"
             ) from error
         except sqlite3.Error as error:
             raise self._unavailable("creating it", error) from error
