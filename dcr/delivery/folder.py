@@ -187,7 +187,8 @@ class FolderDelivery:
             yield
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            advice = "free some space or raise the quota" if full else "check the folder, which needs a parent, and its permissions"
+            check = "check the folder, which needs a parent, and its permissions"
+            advice = "free some space or raise the quota" if full else check
             why = error.strerror or error
             raise DeliveryError(f"delivery folder {self._root}: {stage}: {why}; {advice}") from error
 

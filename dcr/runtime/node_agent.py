@@ -176,7 +176,8 @@ class NodeAgent:
                 raise NodeError(f"engine {self._name}: {self._progress.failure}")
             if not done:
                 raise NodeError(
-                    f"engine {self._name}: version {version} is not served after {timeout_s:.3g} s: {self._progress.why()}"
+                    f"engine {self._name}: version {version} is not served after {timeout_s:.3g} s: "
+                    f"{self._progress.why()}"
                 )
             serving = self.serving
             return version if serving is None else serving  # it may have closed since
