@@ -70,7 +70,7 @@ def test_what_is_right_is_taken_and_the_rest_follows(parse, tmp_path):
         ("", ["--dcr-control", "sqlite://FOLDER/text"], "--dcr-control: "),
         ("", ["--dcr-delivery", "gs://x/y"], "--dcr-delivery: .*must be of the form file:///absolute/folder"),
         ("", ["--dcr-delivery", "s3:/x"], "--dcr-delivery: .*the bucket's name must be 3 to 63 characters"),
-        ("", ["--dcr-delivery", "relay:///nowhere/x"], "--dcr-delivery: credentials /nowhere/x: .*see dcr certs --help"),
+        ("", ["--dcr-delivery", "relay:///nowhere"], "--dcr-delivery: credentials /nowhere: .*see dcr certs --help"),
         ("", ["--dcr-delivery", "file://FOLDER/nowhere/payloads"], "--dcr-delivery: .*nowhere"),
         ("", ["--dcr-delivery", "file://FOLDER/text"], "--dcr-delivery: .*text"),
     ],
@@ -128,7 +128,8 @@ def test_the_command_says_so_in_one_line_and_ends(run):
     wrong = run("payloads")
     assert wrong.returncode == 2
     assert wrong.stderr.splitlines()[-1] == (
-        "dcr serve: error: --dcr-delivery: delivery address 'payloads': must be of the form file:///absolute/folder"
+        "dcr serve: error: --dcr-delivery: delivery address 'payloads': must be of the form file:///absolute/folder, "
+        "s3://bucket/prefix?endpoint=URL or relay:///folder/of/credentials?listen=host:port"
     )
     assert "Traceback" not in wrong.stderr
 
