@@ -182,7 +182,7 @@ CODE_MUTANTS = [
         "self._acknowledged == (c.epoch, c.version, c.manifest_root)",
         "True",
         "traces_join",
-        r"(LearnCommit|Fence)",
+        r"(LearnCommit|Fence|OpenAttempt)",
     ),
     CodeMutant(
         "open_by_acknowledgement_alone",
@@ -430,7 +430,7 @@ ON_A_GRAPH = [
         " and (self.engaged == 0 or self.engaged != record.epoch)",
         "",
         "traces_restore_in_vain",
-        "Admit",
+        r"(Admit|OpenRestore)",
     ),
     CodeMutant(
         "join_without_baseline_check",
@@ -439,7 +439,7 @@ ON_A_GRAPH = [
         "self.content_digest == record.baseline_id",
         "True",
         "traces_join",
-        r"(LearnCommit|Fence)",
+        r"(LearnCommit|Fence|OpenAttempt)",
     ),
 ]
 """No trace of the files comes there, but the whole graph of their model does."""
