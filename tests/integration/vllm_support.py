@@ -50,7 +50,7 @@ def refit(worker, old, new, operation, verify=""):
     before = dict(read_checkpoint(old))
     storage = worker._dcr_storage(specs_of(old))
     storage.prewarm().raise_if_refused()
-    assert_holds(storage, old)
+    assert_holds(worker, storage, old)
     items = []
     for name, tensor in read_checkpoint(new):
         was, now = bit_view(before[name]).flatten(), bit_view(tensor).flatten()
@@ -59,18 +59,20 @@ def refit(worker, old, new, operation, verify=""):
         items.append(Item(TensorSpec(name, tuple(tensor.shape), tensor.dtype), operation, changed, values))
     storage.apply(items)
     storage.synchronise()
-    assert_holds(storage, new)
+    assert_holds(worker, storage, new)
     return sum(item.entries for item in items)
 
 
-def assert_holds(storage, checkpoint):
-    """A rank that is alone holds this checkpoint, read back through its boxes; none of these models transforms."""
+def assert_holds(worker, storage, checkpoint):
+    """A rank that is alone holds this checkpoint, read back through its boxes; what is transformed has no way back."""
     found = storage.readback()
     assert found.wrong == {}
-    assert found.unread == ()
+    if worker.parallel_config.world_size > 1:
+        return  # it holds a part
     held = {name: sum((h.digest for h in extents), ContentDigest()) for name, extents in found.held.items()}
     for spec, (name, tensor) in zip(specs_of(checkpoint), read_checkpoint(checkpoint), strict=True):
-        assert held.pop(name) == digest_elements(spec, None, bit_view(tensor).flatten()), name
+        if name not in found.unread:
+            assert held.pop(name) == digest_elements(spec, None, bit_view(tensor).flatten()), name
     assert held == {}
 
 
