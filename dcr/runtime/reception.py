@@ -26,6 +26,8 @@ _log = logging.getLogger("dcr.node")
 MANIFEST_BYTES_MAX = 64 << 20
 READERS_MAX = 8
 """Objects that are read from the store at once; each may be in host memory once more while it is."""
+AHEAD_MAX = READERS_MAX // 2
+"""Of these, those that nobody has asked for yet, so that what is asked for finds a reader."""
 _AT_ONCE_S = 0.05
 """How long a reader is waited for where it began: most objects are there by then, and nobody's orders are late."""
 
@@ -150,7 +152,8 @@ class Reception:
                 read = self._reads[key] = _Read(engine, epoch, shared, time.monotonic())
                 self._readers.submit(lambda: self._read(key, read))
                 self._changed.wait_for(lambda: read.over, _AT_ONCE_S)
-            read.ahead = False
+            if read.ahead:  # the store is waited for from here on
+                read.ahead, read.began_s = False, time.monotonic()
             if not read.over:
                 waited = time.monotonic() - read.began_s
                 if waited > self._settings.delivery_timeout_s and not read.there:
@@ -167,7 +170,8 @@ class Reception:
         If it is not in sight yet, or finds no room, it is looked for again when it is asked for.
         """
         with self._changed:
-            if key not in self._held and key not in self._reads and not self._just_missed(engine, key):
+            full = sum(read.ahead and not read.over for read in self._reads.values()) >= AHEAD_MAX
+            if not full and key not in self._held and key not in self._reads and not self._just_missed(engine, key):
                 read = self._reads[key] = _Read(engine, epoch, shared=True, began_s=time.monotonic(), ahead=True)
                 self._readers.submit(lambda: self._read(key, read))
 

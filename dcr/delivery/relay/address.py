@@ -40,9 +40,11 @@ class EnteredNode(RelayNode):
 
     def close(self) -> None:
         """See RelayNode."""
-        if not self._closed:
-            self._directory.leave(self.address.name)
-        super().close()
+        try:
+            if not self._closed:
+                self._directory.leave(self.address.name)
+        finally:
+            super().close()
 
 
 def open_relay(address: str, directory: Directory, *, receives: bool) -> Delivery:

@@ -1,5 +1,6 @@
 """Who a peer of the relay is: its certificate, and the authority that all peers of a run trust."""
 
+import contextlib
 import datetime as dt
 import ipaddress
 import os
@@ -161,17 +162,20 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
-    """Write new files, keys for nobody else; the last one is what says that all are there."""
+    """Write new files, keys for nobody else: all of them or none."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         for name in files:
             if (folder / name).exists():
                 raise RefusedError(f"{folder / name} is there already; nothing was changed")
-        for name, data in files.items():
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
+        with contextlib.ExitStack() as half_done:
+            for name, data in files.items():
+                descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                half_done.callback((folder / name).unlink)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+            half_done.pop_all()
     except OSError as e:
         raise RefusedError(f"{folder}: {e.strerror}; it cannot be written: check it and the folders above it") from e
 

@@ -1,7 +1,6 @@
 """What a node of the relay holds until its engines have taken it: in memory, within a bound."""
 
 import threading
-import time
 from dataclasses import dataclass, field
 
 from dcr.protocol.errors import RefusedError
@@ -115,14 +114,6 @@ class Holding:
         """The keys that start with the prefix, sorted."""
         with self._changed:
             return sorted(key for key in self._held if key.startswith(prefix))
-
-    def wait_empty(self, timeout_s: float) -> None:
-        """Wait until nothing is being passed on any more, or time is over."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not any(held.pins for held in self._held.values()), max(0.0, deadline - time.monotonic())
-            )
 
     def _make_room(self, size: int) -> bool:
         for taken in (True, False):

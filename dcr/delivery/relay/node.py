@@ -134,9 +134,14 @@ class RelayNode:
                     plain.close()
                     continue
                 thread = threading.Thread(target=self._serve, args=(plain,), name="dcr-relay-in", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as e:
+                    _log.warning("relay %s: cannot serve a connection: %s", self.address, e)
+                    plain.close()
+                    continue
                 self._threads.add(thread)
                 self._connections.add(plain)
-                thread.start()
 
     def _serve(self, plain: socket.socket) -> None:
         """One connection, from its first byte to its last."""
@@ -214,7 +219,7 @@ class RelayNode:
         kept = False
         try:
             wire.send_frame(connection, wire.GO)
-            data = wire.receive_bytes(connection, size)
+            data = wire.receive_bytes(connection, size, time.monotonic() + self._bounds.object_timeout_s)
             self._counter.received(size)
             if xxhash.xxh3_128_digest(data) != offered.digest:
                 return f"object {offered.key} does not match its digest"

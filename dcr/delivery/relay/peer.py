@@ -174,7 +174,7 @@ class Peer:
                 raise RelayError("it closed the connection")
             kind, head = frame
             if kind == wire.GO:
-                wire.send_bytes(connection, shipment.data)
+                wire.send_bytes(connection, shipment.data, deadline)
                 with self._changed:
                     self.bytes += len(shipment.data)
             elif kind == wire.RECEIPT:

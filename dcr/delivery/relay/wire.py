@@ -1,7 +1,9 @@
 """What peers of the relay say to each other (docs/relay.md): frames over TLS, one object at a time on a connection."""
 
+import math
 import socket
 import struct
+import time
 from typing import TypeVar
 
 import msgspec
@@ -68,10 +70,15 @@ def send_frame(sock: socket.socket, kind: int, head: msgspec.Struct | None = Non
     sock.sendall(_PREFIX.pack(kind, len(body)) + body)
 
 
-def send_bytes(sock: socket.socket, data: bytes | bytearray) -> None:
-    """Send an object's bytes; each cut has the socket's time-out for itself."""
+def send_bytes(sock: socket.socket, data: bytes | bytearray, deadline: float) -> None:
+    """Send an object's bytes; each cut has the socket's time-out for itself, and all of them the deadline.
+
+    Raises:
+        RelayError: the deadline, on the monotonic clock, has passed.
+    """
     view = memoryview(data)
     for start in range(0, len(view), CUT):
+        _check(deadline, f"{len(view) - start} of {len(view)} bytes are left to send")
         sock.sendall(view[start : start + CUT])
 
 
@@ -90,16 +97,26 @@ def receive_frame(sock: socket.socket) -> tuple[int, bytes] | None:
     return kind, bytes(receive_bytes(sock, size))
 
 
-def receive_bytes(sock: socket.socket, size: int) -> bytearray:
-    """Exactly so many bytes; RelayError if the peer closes the connection before."""
+def receive_bytes(sock: socket.socket, size: int, deadline: float = math.inf) -> bytearray:
+    """Exactly so many bytes.
+
+    Raises:
+        RelayError: the peer closed the connection before, or the deadline, on the monotonic clock, has passed.
+    """
     data = bytearray(size)
     view = memoryview(data)
     while view:
+        _check(deadline, f"{len(view)} of {size} bytes have not come")
         got = sock.recv_into(view, min(len(view), CUT))
         if not got:
             raise RelayError(f"the peer closed the connection {len(view)} bytes before the end")
         view = view[got:]
     return data
+
+
+def _check(deadline: float, left: str) -> None:
+    if time.monotonic() > deadline:
+        raise RelayError(f"object_timeout_s is over, and {left}")
 
 
 def parse(head: bytes, kind: type[_T]) -> _T:

@@ -146,9 +146,8 @@ class VllmEngine:
                 while (outputs := self._call("step", lambda: self._step(ids))) is None:
                     pass
             except BaseException:  # an interrupt too: what no one waits for must not run on behind a closed gate
-                self._caller.submit(
-                    lambda: self._abort(ids)
-                )  # it comes after the call that was interrupted, which names them
+                # It comes after the call that was interrupted, which names them.
+                self._caller.submit(lambda: self._abort(ids))
                 raise
         return Generation(version, outputs)
 

@@ -338,6 +338,20 @@ def test_a_sender_that_stops_in_the_middle_gives_its_room_back(fleet):
     assert node.ask("keys", "r/") == [f"{EPOCH}/y"]
 
 
+def test_a_sender_that_dribbles_gives_its_room_back_too(fleet):
+    node = fleet.node("a", QUICK + "&relay_bytes_max=1000&room_timeout_s=40&object_timeout_s=1")
+    raw = Raw(fleet)
+    raw.offer(f"{EPOCH}/x", 800, bytes(16), [])
+    assert raw.answer() == (2, None)
+    with pytest.raises(OSError, match=r"closed|reset|EOF|[Bb]roken"):  # noqa: PT012 - whichever call finds out
+        for _ in range(40):
+            raw.sock.sendall(b"x")
+            time.sleep(0.2)
+        raw.answer()
+    fleet.owner().put(f"{EPOCH}/y", bytes(800))
+    assert node.ask("keys", "r/") == [f"{EPOCH}/y"]
+
+
 # ---------------------------------------------------------------- addresses and credentials
 
 
@@ -361,6 +375,11 @@ def test_credentials_that_are_no_good(fleet):
     folder = fleet.folder / "owner"
     with pytest.raises(RefusedError, match="there already; nothing was changed"):
         issue(fleet.folder / "authority", folder, "owner")
+    (fleet.folder / "half").mkdir()
+    (fleet.folder / "half" / "cert.pem").mkdir()
+    with pytest.raises(RefusedError, match="there already; nothing was changed"):
+        issue(fleet.folder / "authority", fleet.folder / "half", "half")
+    assert [p.name for p in (fleet.folder / "half").iterdir()] == ["cert.pem"]
     (folder / "key.pem").chmod(0o640)
     with pytest.raises(RefusedError, match=r"key.pem: mode 0640 lets others use it"):
         fleet.owner()

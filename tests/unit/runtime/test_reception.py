@@ -229,6 +229,24 @@ def test_what_is_read_ahead_is_there_when_it_is_asked_for_and_was_read_once(host
     assert host.read("a", 7) == b"late"
 
 
+def test_what_nobody_asked_for_leaves_readers_for_what_is_asked_for(host_of):
+    host = host_of(delivery_timeout_s=20.0)
+    for n in range(30):
+        host.put(n, b"%d" % n)
+    get, release = host.store.get, threading.Event()
+
+    def slow(key, size_max):
+        if not key.endswith(f"{29:020d}.payload"):
+            assert release.wait(20)
+        return get(key, size_max)
+
+    host.store.get = slow
+    host.inboxes["a"].ahead([identity(n) for n in range(20)])
+    assert host.read("a", 29) == b"29", "it waits behind none of these"
+    release.set()
+    assert host.read("a", 3) == b"3"
+
+
 def test_what_is_read_ahead_takes_no_room_that_anything_else_wants(host_of):
     host = host_of(receive_bytes_max=100)
     for n in range(4):
