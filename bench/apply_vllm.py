@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def measure(which: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         llm = engine(config, folder)
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-        placement, path = (kind(model, model.load_weights, specs) for kind in (Placement, LoaderPath))
+        placement, path = Placement(model, model.load_weights, specs), LoaderPath(model, model.load_weights, specs)
         compiling = milliseconds(lambda: placement.prewarm().raise_if_refused())
         found: dict[str, Any] = {"compiling": compiling, "learning": milliseconds(placement.prewarm), "shares": {}}
         path.prewarm()
@@ -163,8 +164,8 @@ def measure(which: str, rounds: int) -> dict[str, Any]:
             back = [Item(i.spec, Operation.ADD, i.indices, -i.values) for i in items]
             times: dict[str, list[tuple[float, float]]] = {"boxes": [], "hooked": []}
             for _ in range(rounds + 1):  # forth by one way and back by the other: both did the same if nothing is left
-                times["boxes"].append(both(lambda items=items: placement.apply(items)))
-                times["hooked"].append(both(lambda back=back: path.apply(back)))
+                times["boxes"].append(both(partial(placement.apply, items)))
+                times["hooked"].append(both(partial(path.apply, back)))
             if placement.readback() != before:
                 raise RuntimeError(f"{which}, {share}: boxes and the hooked loader disagree")
             found["shares"][share] = {
@@ -208,7 +209,7 @@ def main() -> None:
     if asked.only:
         print(json.dumps(measure(asked.only, asked.rounds)))
         return
-    rows = []
+    rows: list[Row] = []
     for which in MODELS:
         command = [sys.executable, str(Path(__file__)), "--only", which, "--rounds", str(asked.rounds)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - ourselves

@@ -248,7 +248,7 @@ def measure(rank: int, count: int, folder: str, sizes: tuple[int, int], rounds: 
     modes = modes_of(source, FullConversion(conversion, source, ranks))
     live = [(task.name, task.tensor) for task in conversion.tasks() if task.tensor is not None]
     before = [tensor.clone() for _, tensor in live]
-    found = {"elements": sum(spec.numel for spec in source.specs), "cases": {}}
+    found: dict[str, Any] = {"elements": sum(spec.numel for spec in source.specs), "cases": {}}
     for case, rate in {**RATES, STEP: 0.0}.items():
         if case == STEP:
             training.step()
@@ -304,7 +304,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for count in PROCESSES:
             sizes, rounds = (asked.width, asked.layers), (asked.warmups, asked.rounds)
-            torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+            torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
                 measure, (count, folder, sizes, rounds), nprocs=count, start_method="fork"
             )
             rows += rows_of(count, json.loads((Path(folder) / f"{count}.json").read_text()))

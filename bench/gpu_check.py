@@ -169,7 +169,11 @@ def receiver(rate: float, before: torch.Tensor, after: torch.Tensor, copies: Cop
                 kernels.place(table, records)
 
         yield Row(f"{what}: items into a shard {how}", size / seconds(place), "GB/s of shard")
-        held = size / seconds(lambda table=table: kernels.contents(table, [spec]))
+
+        def contents(table: BoxTable = table) -> None:
+            kernels.contents(table, [spec])
+
+        held = size / seconds(contents)
         yield Row(f"{what}: digest of a shard {how}", held, "GB/s")
         yield Row(f"{what}: digest of a shard {how} / copy on the device", held / copies.inside, "")
 
@@ -182,6 +186,7 @@ def main() -> int:
     )
     asked = arguments.parse_args()
     started = time.perf_counter()
+    left: tuple[str, ...]
     if asked.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which is done where kernels are made
         rows, left = (

@@ -1,6 +1,7 @@
 """Triton's kernels on one device against the torch reference on the host: every dtype, operation and shape of box."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from dataclasses import dataclass
 
 import torch
@@ -82,10 +83,10 @@ def _of_change(
     }
     for operation, words in values.items():
         item = Item(spec, operation, expected.positions, words)
-        ours, digest = kernels.encode(Item(spec, operation, item.indices.to(device), words.to(device)))
+        ours, found_digest = kernels.encode(Item(spec, operation, item.indices.to(device), words.to(device)))
         theirs, expected_digest = REFERENCE.encode(item)
         same = (
-            digest == expected_digest
+            found_digest == expected_digest
             and ours.layout == theirs.layout
             and [p.tobytes() for p in ours.parts] == [p.tobytes() for p in theirs.parts]
         )
@@ -98,7 +99,7 @@ def of_boxes(device: torch.device, sizes: Sizes, dtypes: Sequence[str]) -> Itera
 
     for name in dtypes:
         for operation in Operation:
-            results = []
+            results: list[tuple[Any, ...]] = []
             for where in (torch.device("cpu"), device):
                 memory = noise(40 * sizes.rows**2, torch.int64, 5).view(torch.uint8).to(where, copy=True)
                 storage = memory.untyped_storage()

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -65,7 +66,7 @@ def rows(device: torch.device, layers: int, wide: int, rates: Iterable[float]) -
         save_file(state, Path(run, "model.safetensors"))
         model = Served(layers, wide, device)
         model.load_weights(state.items())
-        addresses = {"control": f"sqlite://{run}/record.db", "delivery": f"file://{run}/payloads"}
+        addresses: dict[str, Any] = {"control": f"sqlite://{run}/record.db", "delivery": f"file://{run}/payloads"}
         with dcr.TrainerRefit(trained, **addresses) as refit:
             node = dcr.RolloutNode(TorchEngine(model, name="node-a", checkpoint=run), **addresses)
             try:

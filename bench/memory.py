@@ -34,6 +34,7 @@ from dcr.delivery.folder import FolderDelivery
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Emit
 from dcr.runtime.emission import Emission
+from dcr.runtime.settings import Settings
 from dcr.trainer.torch.source import TorchSource
 
 NAME = "memory"
@@ -181,7 +182,7 @@ def order(source: TorchSource, kind: Kind, epoch: int) -> Emit:
 
 def emit(source: TorchSource, kind: Kind, epoch: int, store: Any) -> None:
     """A whole emission, manifest apart."""
-    Emission(order(source, kind, epoch), source, 1, store, BUCKET_BYTES).run()
+    Emission(order(source, kind, epoch), source, 1, store, Settings(bucket_bytes=BUCKET_BYTES)).run()
 
 
 def lead(model: Weights, layout: str, rate: float, folder: Path) -> dict[str, Any]:

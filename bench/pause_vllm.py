@@ -106,7 +106,7 @@ class Bench:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._llm = self._on(self._start())
-        self._addresses = {"control": f"sqlite://{run}/record.db", "delivery": f"file://{run}/payloads"}
+        self._addresses: dict[str, Any] = {"control": f"sqlite://{run}/record.db", "delivery": f"file://{run}/payloads"}
         self._generator = torch.Generator().manual_seed(1)
         self._version = 0
 

@@ -4,7 +4,7 @@ import math
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -236,7 +236,7 @@ class Race:
         rounds: rounds that are.
     """
 
-    def __init__(self, ways: dict[str, Callable[[], object]], *, warmups: int, rounds: int) -> None:
+    def __init__(self, ways: Mapping[str, Callable[[], object]], *, warmups: int, rounds: int) -> None:
         self.wall: dict[str, list[float]] = {name: [] for name in ways}
         self.processor: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(warmups + rounds):
