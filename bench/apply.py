@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import zstandard
-from table import Row, parser, report
+from table import Row, gathered, parser, report
 from workload import CHUNK_ELEMENTS, Race, payloads, peer_payload, relative, spec_of
 
 from dcr.data_plane import codec
@@ -190,7 +190,7 @@ def main() -> None:
     arguments.add_argument("--warmups", type=int, default=3, help="rounds before (default: 3)")
     asked = arguments.parse_args()
     torch.set_num_threads(1)
-    rows = list(rows_of(asked.elements, (asked.warmups, asked.rounds)))
+    rows = gathered(rows_of(asked.elements, (asked.warmups, asked.rounds)))
     report(NAME, rows, NOT_MEASURED, as_json=asked.json, notes=NOTES)
 
 

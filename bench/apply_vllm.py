@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from table import Row, parser, report
+from table import Row, gathered, parser, report
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.placement.loader_path import LoaderPath
@@ -209,11 +209,14 @@ def main() -> None:
     if asked.only:
         print(json.dumps(measure(asked.only, asked.rounds)))
         return
-    rows: list[Row] = []
-    for which in MODELS:
+
+    def found(which: str) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__)), "--only", which, "--rounds", str(asked.rounds)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603 - ourselves
-        rows += rows_of(which, json.loads(done.stdout.splitlines()[-1]))
+        measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return measured
+
+    rows = gathered(row for which in MODELS for row in rows_of(which, found(which)))
     report(NAME, rows, NOT_MEASURED, as_json=asked.json)
 
 

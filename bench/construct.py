@@ -15,7 +15,7 @@ from typing import Any
 import numba as nb
 import numpy as np
 import torch
-from table import Row, parser, report
+from table import Row, gathered, parser, report
 from workload import BUCKET_BYTES, CHUNK_ELEMENTS, Race, cores, items, payloads, peer_payload, relative
 
 from dcr.data_plane import codec
@@ -157,12 +157,12 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=10, help="rounds that count (default: 10)")
     arguments.add_argument("--warmups", type=int, default=5, help="rounds before (default: 5)")
     asked = arguments.parse_args()
-    rows = [
+    rows = gathered(
         row
         for rate in RATES
         for threads in dict.fromkeys((1, cores()))
         for row in rows_of(rate, threads, asked.elements, (asked.warmups, asked.rounds))
-    ]
+    )
     report(NAME, rows, NOT_MEASURED, as_json=asked.json, notes=NOTES)
 
 

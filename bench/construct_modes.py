@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from table import Row, parser, report
+from table import Row, gathered, parser, report
 from workload import BASE, BUCKET_BYTES, CHUNK_ELEMENTS, IDENTITY, cores
 
 from dcr.data_plane.bucket import pack
@@ -307,7 +307,7 @@ def main() -> None:
             torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
                 measure, (count, folder, sizes, rounds), nprocs=count, start_method="fork"
             )
-            rows += rows_of(count, json.loads((Path(folder) / f"{count}.json").read_text()))
+            rows += gathered(rows_of(count, json.loads((Path(folder) / f"{count}.json").read_text())))
     report(NAME, rows, NOT_MEASURED, as_json=asked.json, notes=NOTES)
 
 

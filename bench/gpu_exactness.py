@@ -1,8 +1,8 @@
 """Triton's kernels on one device against the torch reference on the host: every dtype, operation and shape of box."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from table import Row, parser, report
+from table import Row, gathered, parser, report
 from torch import nn
 
 from dcr.data_plane.bits import bit_view
@@ -339,10 +339,7 @@ def main() -> None:
         if asked.process:
             process(asked)
             return
-    rows: list[Row] = []
-    for model in MODELS:
-        if model[0] <= asked.largest:
-            rows += rows_of(*model)
+    rows = gathered(row for model in MODELS if model[0] <= asked.largest for row in rows_of(*model))
     report(NAME, rows, NOT_MEASURED, as_json=asked.json)
 
 

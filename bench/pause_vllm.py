@@ -1,19 +1,12 @@
 """The pause that a client of a vLLM engine sees at a refit: the longest gap between two tokens while a push runs.
 
-    python bench/pause_vllm.py [--json] [--rounds N]
-
 One engine (``AsyncLLM``), one trainer with the demo's policy, one client that always wants its next token: when an
 answer ends or is cut short it asks again, with the tokens so far.  Every way in which a gate can close is measured once
 a round, in both gate modes, beside two controls: no refit at all, and vLLM's own way to new weights, a dense load of
 the checkpoint while generation is paused with ``keep``.  Medians over the rounds.
-
-Not measured: a GPU, where kernels and copies are faster and a step is shorter; a model of a real size, where the dense
-load grows with the model and a refit with what changed; a network; many clients at once.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -34,6 +27,7 @@ os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # the dense loa
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # of the demonstration, whose policy is served
 
 import torch  # noqa: E402
+from table import Row, parser, report  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.v1.engine.async_llm import AsyncLLM  # noqa: E402
@@ -43,6 +37,13 @@ from dcr.rollout.checkpoint import read_checkpoint  # noqa: E402
 from dcr.rollout.vllm.async_engine import AsyncVllmEngine, OnClose  # noqa: E402
 from demo import policy  # noqa: E402
 
+NAME = "pause_vllm"
+NOT_MEASURED = (
+    "a GPU, where kernels and copies are faster and a step is shorter",
+    "a model of a real size, where the dense load grows with the model and a refit with what changed",
+    "a network",
+    "many clients at once",
+)
 GATE_MODES = ("sync", "async")
 ON_CLOSE: tuple[OnClose, ...] = ("keep", "wait", "abort")
 PROMPT = [5, 9, 77, 130, 33]
@@ -204,45 +205,31 @@ def measure(rounds: int) -> dict[str, list[Result]]:
                 results |= {DENSE: bench.dense(), "no refit": bench.nothing()}
                 if turn:  # the first round warms up
                     for way, result in results.items():
+                        print(f"round {turn}, {way}: longest gap {result[0]:.1f} ms", file=sys.stderr)
                         found.setdefault(way, []).append(result)
         finally:
             bench.close()
     return found
 
 
-def rows(found: dict[str, list[Result]]) -> list[dict[str, Any]]:
-    """A row a claim, as every bench script gives them."""
-
-    def row(claim: str, measured: float, unit: str, peer: float | None = None) -> dict[str, Any]:
-        return {
-            "claim": claim, "measured": round(measured, 3), "unit": unit, "paper": None,
-            "peer": None if peer is None else round(peer, 3), "aim": None, "met": None,
-        }  # fmt: skip
-
+def rows(found: dict[str, list[Result]]) -> list[Row]:
+    """Medians; the peer is the dense load."""
     gaps = {way: statistics.median(gap for gap, _ in results) for way, results in found.items()}
     dense = gaps[DENSE]
-    table = [row(f"longest gap between tokens, {way}", gap, "ms", dense) for way, gap in gaps.items()]
+    table = [Row(f"longest gap between tokens, {way}", gap, "ms", peer=dense) for way, gap in gaps.items()]
     for way, results in found.items():
         if "gate" in way:
-            table.append(row(f"whole push, {way}", statistics.median(s for _, s in results), "s"))
-    table.append(row("gap of the dense load over that of an async refit, keep", dense / gaps["async gate, keep"], "x"))
+            table.append(Row(f"whole push, {way}", statistics.median(s for _, s in results), "s"))
+    table.append(Row("gap of the dense load over that of an async refit, keep", dense / gaps["async gate, keep"], "x"))
     return table
 
 
 def main() -> None:
     """Measure and print."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    arguments.add_argument("--rounds", type=int, default=3)
-    a = arguments.parse_args()
-    table = rows(measure(a.rounds))
-    if a.json:
-        print(json.dumps({"bench": "pause_vllm", "rows": table}))
-        return
-    for line in table:
-        peer = "" if line["peer"] is None else f"   (dense load {line['peer']:.1f} {line['unit']})"
-        print(f"{line['claim']:<62} {line['measured']:>9.2f} {line['unit']}{peer}")
-    print("not measured: a GPU, a model of a real size, a network, many clients")
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--rounds", type=int, default=3, help="rounds that count, after one (default: 3)")
+    asked = arguments.parse_args()
+    report(NAME, rows(measure(asked.rounds)), NOT_MEASURED, as_json=asked.json)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -47,6 +49,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true", help="print one JSON object on the last line instead of a table")
     return made
+
+
+def gathered(rows: Iterable[Row]) -> list[Row]:
+    """All rows, each told on standard error as it is found: a bench takes minutes."""
+    started, found = time.perf_counter(), []
+    for row in rows:
+        found.append(row)
+        print(f"[{time.perf_counter() - started:6.1f} s] {row.claim}: {row.measured:.3g} {row.unit}", file=sys.stderr)
+    return found
 
 
 def report(
