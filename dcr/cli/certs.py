@@ -48,12 +48,12 @@ def _days(text: str) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Carry the command out."""
-    from dcr.delivery.relay import credentials  # noqa: PLC0415 - other commands need no cryptography
+    from dcr.credentials import authority  # noqa: PLC0415 - other commands need no cryptography
 
     if options.kind == "authority":
-        credentials.create_authority(options.folder, options.days)
+        authority.create_authority(options.folder, options.days)
         say(f"{options.folder}: ca.pem for every peer, ca.key for nobody")
     else:
-        credentials.issue(options.authority, options.folder, options.name, options.days)
+        authority.issue(options.authority, options.folder, options.name, options.days)
         say(f"{options.folder}: credentials of {options.name}")
     return {"ok": True, "folder": str(options.folder)}
