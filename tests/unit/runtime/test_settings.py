@@ -7,7 +7,12 @@ from dcr.runtime.settings import Settings
 def test_every_default_is_a_bound():
     for name in Settings.__struct_fields__:
         value = getattr(Settings(), name)
-        choices = {"operation": ("add", "xor"), "gate_mode": ("sync", "async"), "readback": ("restore",)}
+        choices = {
+            "operation": ("add", "xor"),
+            "gate_mode": ("sync", "async"),
+            "readback": ("restore",),
+            "channel": ("loopback",),
+        }
         assert value in choices[name] if name in choices else value > 0
 
 
