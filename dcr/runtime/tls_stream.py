@@ -174,11 +174,13 @@ class TlsStream:
     def _say_goodbye(self) -> None:
         if self._torn or self._sock.gettimeout() is None:
             return
-        with self._lock, contextlib.suppress(ssl.SSLError):
-            self._tls.unwrap()  # wants to read the peer's goodbye, for which nobody waits
+        with self._lock:
+            with contextlib.suppress(ssl.SSLError):
+                self._tls.unwrap()  # wants to read the peer's goodbye, for which nobody waits
+            data = self._outgoing.read()
         # A socket with a time-out does not block; its send would wait until it takes something.
         with contextlib.suppress(OSError):
-            os.write(self._sock.fileno(), self._outgoing.read())
+            os.write(self._sock.fileno(), data)
 
 
 def _said(error: ssl.SSLError) -> str:

@@ -23,18 +23,22 @@ MESSAGE = 1
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-@pytest.mark.parametrize("how", ["silent", "half a greeting", "dribbling"])
+@pytest.mark.parametrize("how", ["silent", "half a greeting", "dribbling", "dribbling after TLS"])
 def test_a_handshake_that_stalls_is_bounded_and_holds_nobody_up(tls, how):
     events = Events()
     hub = tls.hub(events, handshake_timeout_s=1.0)
     _, host, port = place(hub.address)
     greeting = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)
     started = time.monotonic()
-    sock = socket.create_connection((host, port), WAIT_S)
+    if how == "dribbling after TLS":
+        raw = Memory(hub.address, tls.certificates.folder("raw"))
+        sock, greeting = raw.wire, raw.sealed(bytes(64))
+    else:
+        sock = socket.create_connection((host, port), WAIT_S)
     if how != "silent":
         sock.sendall(greeting[:7])
     dribble = threading.Thread(target=_dribble, args=(sock, greeting[7:]))
-    if how == "dribbling":
+    if how.startswith("dribbling"):
         dribble.start()
     spoke = tls.spoke(hub)
     spoke.wait_connected(WAIT_S)
@@ -42,7 +46,7 @@ def test_a_handshake_that_stalls_is_bounded_and_holds_nobody_up(tls, how):
     assert closed_by_peer(sock)
     assert time.monotonic() - started < 10
     assert spoke.connected
-    if how == "dribbling":
+    if how.startswith("dribbling"):
         dribble.join(WAIT_S)
     sock.close()
 
