@@ -68,8 +68,7 @@ class CoordinatorHost:
         observe: called with every step of the coordinator role.
 
     Raises:
-        RefusedError: the credentials that the setting ``channel`` names are no good.
-        OSError: it cannot listen where that says.
+        RefusedError: the credentials that the setting ``channel`` names are no good, or it cannot listen there.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class CoordinatorHost:
         self._record_id = record_id
         self._leader = leader
         self._control = control
-        self._sweeper = Sweeper(delivery, record_id)
         self._settings = settings
         self._observe = guarded(observe)
         others = tuple(o for o in ("add", "xor") if o != settings.operation)
@@ -115,13 +113,20 @@ class CoordinatorHost:
         self._fatal = ""
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
-        self._hub = Hub(
-            record_secret(secret, record_id),
-            self._heard,
-            listen=channel.listen,
-            advertise=channel.advertise,
-            credentials=credentials,
-        )
+        try:
+            self._hub = Hub(
+                record_secret(secret, record_id),
+                self._heard,
+                listen=channel.listen,
+                advertise=channel.advertise,
+                credentials=credentials,
+            )
+        except OSError as e:
+            raise RefusedError(
+                f"setting channel: listening at {channel.listen}: {e.strerror}; give an address of this machine, and a "
+                f"port that is free"
+            ) from e
+        self._sweeper = Sweeper(delivery, record_id)
         register_leader(control, record_id, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()

@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 import threading
+from contextlib import closing
 
 import pytest
 from raw_peer import (
@@ -23,11 +24,15 @@ from raw_peer import (
 )
 from tls_peer import HOUR, Between, connect_tls, context, join_tls, place
 
+from dcr.control_plane.address import open_control_plane
 from dcr.credentials.authority import issue
 from dcr.credentials.folder import Credentials
+from dcr.delivery.address import open_delivery
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.channel import ChannelTimeoutError, Connected, Disconnected, Hub, Peer, Received
 from dcr.runtime.channel_address import ChannelAddress, HostPort
+from dcr.runtime.coordinator_host import CoordinatorHost
+from dcr.runtime.settings import Settings
 
 A = Peer("node", "a", 1)
 MESSAGE, PING = 1, 2
@@ -321,6 +326,25 @@ def test_a_hub_says_where_others_reach_it(shared):
     hub = Hub(SECRET, print, advertise=HostPort("10.1.2.3", 7000), credentials=trainer)
     assert hub.address == "tls://trainer@10.1.2.3:7000"
     hub.close()
+
+
+def test_an_address_of_another_machine_is_refused_by_name(shared, tmp_path):
+    settings = Settings(channel=f"tls://{shared.folder('trainer')}?listen=203.0.113.7:7000")
+    said = r"setting channel: listening at 203\.0\.113\.7:7000: .*; give an address of this machine"
+    with (
+        closing(open_control_plane(f"sqlite://{tmp_path}/record.db")) as control,
+        closing(open_delivery(f"file://{tmp_path}/payloads")) as delivery,
+        pytest.raises(RefusedError, match=said),
+    ):
+        CoordinatorHost(
+            record_id="default",
+            leader="leader",
+            owners=["owner"],
+            control=control,
+            delivery=delivery,
+            secret=SECRET,
+            settings=settings,
+        )
 
 
 @pytest.mark.parametrize(
