@@ -1,11 +1,12 @@
 """One thread reads and another writes, and neither OpenSSL nor the network is asked for what it cannot do."""
 
+import select
 import socket
 import threading
 import time
 
 import pytest
-from raw_peer import WAIT_S
+from raw_peer import WAIT_S, eventually
 
 from dcr.runtime.tls_stream import TlsStream
 
@@ -104,16 +105,22 @@ def test_a_writer_that_waits_for_the_network_keeps_no_reader_waiting_and_no_end(
 
     def write():
         try:
-            hub.sendall(bytes(64 << 20))  # more than the network takes while nobody reads
+            while True:
+                hub.sendall(bytes(1 << 20))
         except OSError as error:
             ended.append(error)
 
     writer = threading.Thread(target=write)
     writer.start()
-    time.sleep(0.3)
-    assert writer.is_alive()
+    # Nobody reads: the network takes no more.
+    eventually(lambda: hub._torn and not select.select([], [hub._sock], [], 0)[1])
     spoke.sendall(b"through")
-    assert receive(hub, 7) == b"through"
+    got = []
+    reader = threading.Thread(target=lambda: got.append(receive(hub, 7)), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert got == [b"through"]
+    assert writer.is_alive()
     hub.shutdown(socket.SHUT_RDWR)  # from yet another thread
     writer.join(WAIT_S)
     assert not writer.is_alive()
