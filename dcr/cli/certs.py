@@ -1,4 +1,4 @@
-"""`dcr certs`: an authority of one's own, and certificates for the peers of the relay."""
+"""`dcr certs`: an authority of one's own, and certificates for the peers of a run."""
 
 import argparse
 from pathlib import Path
@@ -7,22 +7,24 @@ from typing import Any
 from dcr.cli.report import say
 
 _DESCRIPTION = """\
-Peers of the relay prove who they are by certificates of one authority.  Where none is at hand, make one:
+Peers of the relay, and of a control channel that leaves the machine, prove who they are by certificates of one
+authority.  Where none is at hand, make one:
 
   dcr certs authority /safe/place/authority
   dcr certs issue --authority /safe/place/authority trainer /etc/dcr/trainer
   dcr certs issue --authority /safe/place/authority node-a /etc/dcr/node-a
 
-and bring each folder to its machine: it is the path in relay:///etc/dcr/node-a?listen=10.0.0.5:7000.  Every node needs
-a name of its own; owners may share theirs.  ca.key, which signs, stays where it was made.  Nothing is ever overwritten;
-certificates end after --days, and are replaced by issuing new ones into a new folder."""
+and bring each folder to its machine: it is the path in relay:///etc/dcr/node-a?listen=10.0.0.5:7000, and in the setting
+channel, tls:///etc/dcr/node-a.  Every node needs a name of its own; owners may share theirs.  ca.key, which signs,
+stays where it was made.  Nothing is ever overwritten; certificates end after --days.  To replace them, issue new ones
+of the same name into a new folder and move its files over the old ones: connections made from then on use them."""
 
 
 def add(commands: Any) -> None:
     """Add the command to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "certs",
-        help="make certificates for the relay",
+        help="make certificates for relay and control channel",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,12 +50,12 @@ def _days(text: str) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Carry the command out."""
-    from dcr.delivery.relay import credentials  # noqa: PLC0415 - other commands need no cryptography
+    from dcr.credentials import authority  # noqa: PLC0415 - other commands need no cryptography
 
     if options.kind == "authority":
-        credentials.create_authority(options.folder, options.days)
+        authority.create_authority(options.folder, options.days)
         say(f"{options.folder}: ca.pem for every peer, ca.key for nobody")
     else:
-        credentials.issue(options.authority, options.folder, options.name, options.days)
+        authority.issue(options.authority, options.folder, options.name, options.days)
         say(f"{options.folder}: credentials of {options.name}")
     return {"ok": True, "folder": str(options.folder)}

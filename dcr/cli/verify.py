@@ -9,6 +9,7 @@ from dcr.cli.report import say
 from dcr.control_plane.address import control_file, open_control_plane
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.messages import ContentsCompared
+from dcr.runtime.channel_address import LOOPBACK
 from dcr.runtime.operator import verify
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.secret_path import secret_path
@@ -39,6 +40,12 @@ def add(commands: Any) -> None:
         "--control", required=True, metavar="ADDRESS", help="control plane, as trainer and nodes have it"
     )
     parser.add_argument("--record", default="default", metavar="ID", help="commit record (default)")
+    parser.add_argument(
+        "--channel",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help="setting channel, as trainer and nodes have it: loopback (default) or tls:///folder/of/credentials",
+    )
     parser.add_argument(
         "--connect-s", type=_seconds, default=20.0, metavar="S", help="how long to look for the trainer (20)"
     )
@@ -75,6 +82,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             control,
             options.record,
             secret,
+            channel=options.channel,
             connect_s=options.connect_s,
             answer_s=options.timeout_s,
         ):

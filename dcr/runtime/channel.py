@@ -1,4 +1,4 @@
-"""The control channel: one hub (the coordinator) and its spokes (owners, nodes), over loopback TCP.
+"""The control channel: one hub (the coordinator) and its spokes (owners, nodes), over loopback TCP or TLS.
 
 Messages are opaque bytes.  A message is delivered at most once, in order, or lost with its connection: whoever sends
 says again what matters when the peer is connected again.  The bytes on the wire are specified in

@@ -37,6 +37,7 @@ from dcr.protocol.messages import (
 from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
+from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.hub import Hub
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.registry import register_leader
@@ -65,6 +66,9 @@ class CoordinatorHost:
         secret: the secret of the run.
         settings: bounds.
         observe: called with every step of the coordinator role.
+
+    Raises:
+        RefusedError: the credentials that the setting ``channel`` names are no good, or it cannot listen there.
     """
 
     def __init__(
@@ -79,10 +83,11 @@ class CoordinatorHost:
         settings: Settings,
         observe: Observer = log_step,
     ) -> None:
+        channel = ChannelAddress.parse(settings.channel)
+        credentials = channel.credentials()
         self._record_id = record_id
         self._leader = leader
         self._control = control
-        self._sweeper = Sweeper(delivery, record_id)
         self._settings = settings
         self._observe = guarded(observe)
         others = tuple(o for o in ("add", "xor") if o != settings.operation)
@@ -108,14 +113,27 @@ class CoordinatorHost:
         self._fatal = ""
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
-        self._hub = Hub(record_secret(secret, record_id), self._heard)
+        try:
+            self._hub = Hub(
+                record_secret(secret, record_id),
+                self._heard,
+                listen=channel.listen,
+                advertise=channel.advertise,
+                credentials=credentials,
+            )
+        except OSError as e:
+            raise RefusedError(
+                f"setting channel: listening at {channel.listen}: {e.strerror}; give an address of this machine, and a "
+                f"port that is free"
+            ) from e
+        self._sweeper = Sweeper(delivery, record_id)
         register_leader(control, record_id, self._hub.address)
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
 
     @property
     def address(self) -> str:
-        """Where it listens, ``127.0.0.1:port``."""
+        """Where owners and nodes reach it; see ``channel_address.HubAddress``."""
         return self._hub.address
 
     def abandon(self) -> None:

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 import time
+from typing import Protocol
 
 from dcr.protocol.errors import DcrError, RefusedError
 
@@ -13,6 +14,20 @@ HANDSHAKE, MESSAGE, PING = range(3)
 """The types of a frame."""
 
 _HEADER = struct.Struct("<IB")
+
+
+class Stream(Protocol):
+    """What a connection is used for: a socket, or ``tls_stream.TlsStream`` on one.
+
+    One thread may read while another one writes, and any thread may end it under both with ``shutdown``.
+    """
+
+    def settimeout(self, value: float | None, /) -> None: ...  # noqa: D102
+    def setsockopt(self, level: int, optname: int, value: int, /) -> None: ...  # noqa: D102
+    def recv_into(self, buffer: memoryview, /) -> int: ...  # noqa: D102
+    def sendall(self, data: bytes, /) -> None: ...  # noqa: D102
+    def shutdown(self, how: int, /) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
 
 
 class ChannelError(DcrError):
@@ -28,7 +43,7 @@ def frame(kind: int, body: bytes) -> bytes:
     return _HEADER.pack(len(body), kind) + body
 
 
-def receive_frame(sock: socket.socket, bytes_max: int, deadline: float | None = None) -> tuple[int, bytes]:
+def receive_frame(sock: Stream, bytes_max: int, deadline: float | None = None) -> tuple[int, bytes]:
     """Read one frame.
 
     Args:
@@ -50,7 +65,7 @@ def receive_frame(sock: socket.socket, bytes_max: int, deadline: float | None = 
     return kind, _receive(sock, length, deadline)
 
 
-def _receive(sock: socket.socket, size: int, deadline: float | None) -> bytes:
+def _receive(sock: Stream, size: int, deadline: float | None) -> bytes:
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -71,7 +86,7 @@ def time_left(deadline: float) -> float:
     return left
 
 
-def shut_down(sock: socket.socket) -> None:
+def shut_down(sock: Stream) -> None:
     """End a connection, or a listener, under the threads that wait on it; they close it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
@@ -85,8 +100,9 @@ def check_loopback(host: str) -> None:
         loopback = False
     if not loopback:
         raise RefusedError(
-            f"control channel on {host!r}: must be an IPv4 loopback address such as 127.0.0.1; the channel is not "
-            f"encrypted and does not leave the machine"
+            f"control channel on {host!r}: without TLS it must be an IPv4 loopback address such as 127.0.0.1; to leave "
+            f"the machine, give every process credentials (dcr certs --help) and the setting channel = "
+            f"tls:///folder/of/credentials, the trainer's with ?listen=host:port"
         )
 
 

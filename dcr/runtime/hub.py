@@ -6,13 +6,20 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dcr.runtime.frame import ChannelError, ChannelTimeoutError, check_loopback, join_threads, shut_down
+from dcr.runtime.channel_address import HostPort, HubAddress, check_reachable
+from dcr.runtime.frame import ChannelError, ChannelTimeoutError, Stream, check_loopback, join_threads, shut_down
 from dcr.runtime.handshake import Peer, check_secret, prove_to_spoke, send_verdict
 from dcr.runtime.link import ChannelSettings, Link
+from dcr.runtime.tls_stream import TlsStream
+
+if TYPE_CHECKING:
+    from dcr.credentials.folder import Credentials
 
 _logger = logging.getLogger(__name__)
 _DEFAULT = ChannelSettings()
+_ANY_PORT = HostPort("127.0.0.1", 0)
 _ACCEPT_PAUSE_S = 0.1
 _TELL_AGAIN_S = 60.0
 _TOLD_MAX = 64
@@ -60,12 +67,17 @@ class Hub:
         on_event: called with every event: in order for a (role, name), from one thread at a time, and from several
             threads for several peers.  It must not block for long: meanwhile nothing is read from the peer.  If it
             raises, the peer is dropped.
-        host: an IPv4 loopback address; the channel proves who the peers are but does not encrypt.
-        port: 0 for any free one.
+        listen: where; without credentials an IPv4 loopback address.
+        advertise: where spokes reach it, if that is another place; port 0 is the one that it listens at.
+        credentials: of this process; every connection is TLS 1.3 then, and both ends show certificates.
         settings: bounds.
 
+    Attributes:
+        address: for spokes; see ``HubAddress``.
+
     Raises:
-        RefusedError: the secret is too short, or the host is not loopback.
+        RefusedError: the secret is too short, nobody could connect there, or it is not loopback and there are no
+            credentials.
         OSError: the port is taken.
     """
 
@@ -74,12 +86,16 @@ class Hub:
         secret: bytes,
         on_event: Callable[[HubEvent], None],
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listen: HostPort = _ANY_PORT,
+        advertise: HostPort | None = None,
+        credentials: "Credentials | None" = None,
         settings: ChannelSettings = _DEFAULT,
     ) -> None:
         check_secret(secret)
-        check_loopback(host)
+        if credentials is None:
+            check_loopback(listen.host)
+        check_reachable(listen, advertise)
+        self._credentials = credentials
         self._secret = secret
         self._on_event = on_event
         self._settings = settings
@@ -89,10 +105,15 @@ class Hub:
         self._strangers: set[socket.socket] = set()
         self._told: dict[str, float] = {}
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server((host, port), backlog=settings.handshakes_max)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((listen.host, listen.port), backlog=settings.handshakes_max)
+        self.address = self._address(listen, advertise)
         self._acceptor = threading.Thread(target=self._accept, name=f"dcr-hub {self.address}", daemon=True)
         self._acceptor.start()
+
+    def _address(self, listen: HostPort, advertise: HostPort | None) -> str:
+        at = advertise or listen
+        reached = HostPort(at.host, at.port or int(self._listener.getsockname()[1]))
+        return str(HubAddress(reached, None if self._credentials is None else self._credentials.name))
 
     def send(self, peer: Peer, message: bytes) -> bool:
         """Queue a message to this incarnation of a peer without waiting; False if it is not connected.
@@ -172,13 +193,13 @@ class Hub:
         """One connection, from its first byte to its last event."""
         with sock:
             try:
-                peer, link = self._admit(sock)
+                stream, peer, link = self._admit(sock)
             except _NoSeatError as error:
                 self._tell_refusal(str(error))
             except (OSError, ChannelError) as error:
                 _logger.warning("hub %s: a connection was refused: %s", self.address, error)
             else:
-                self._converse(sock, peer, link)
+                self._converse(stream, peer, link)
             finally:
                 with self._changed:
                     self._strangers.discard(sock)
@@ -196,17 +217,25 @@ class Hub:
             logging.WARNING if new else logging.DEBUG, "hub %s: a connection was refused: %s", self.address, problem
         )
 
-    def _admit(self, sock: socket.socket) -> tuple[Peer, Link]:
-        peer = prove_to_spoke(sock, self._secret, self._settings.handshake_timeout_s)
+    def _admit(self, sock: socket.socket) -> tuple[Stream, Peer, Link]:
+        deadline = time.monotonic() + self._settings.handshake_timeout_s
+        stream, binding = self._secured(sock, deadline)
+        peer = prove_to_spoke(stream, self._secret, deadline, binding)
         threading.current_thread().name = f"dcr-hub {peer}"
-        link = Link(sock, str(peer), self._settings)
+        link = Link(stream, str(peer), self._settings)
         refused = self._seat(peer, link)
         if refused:
-            send_verdict(sock, refused, self._settings.handshake_timeout_s)
+            send_verdict(stream, refused, self._settings.handshake_timeout_s)
             raise _NoSeatError(f"{peer}: {refused}")
         with self._changed:
             self._strangers.discard(sock)
-        return peer, link
+        return stream, peer, link
+
+    def _secured(self, sock: socket.socket, deadline: float) -> tuple[Stream, bytes]:
+        if self._credentials is None:
+            return sock, b""
+        stream = TlsStream(sock, self._credentials.server, None)
+        return stream, stream.handshake(deadline)
 
     def _seat(self, peer: Peer, link: Link) -> str:
         """Give a proven peer its place, once the connection it replaces has reported its end; or say why not."""
@@ -230,9 +259,9 @@ class Hub:
             self._seats[key] = (peer, link)
         return ""
 
-    def _converse(self, sock: socket.socket, peer: Peer, link: Link) -> None:
+    def _converse(self, stream: Stream, peer: Peer, link: Link) -> None:
         try:
-            send_verdict(sock, "", self._settings.handshake_timeout_s)
+            send_verdict(stream, "", self._settings.handshake_timeout_s)
         except OSError as error:
             link.drop(str(error))
         else:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcr.protocol.errors import RefusedError
-from dcr.runtime.frame import MESSAGE, PING, ChannelError, frame, receive_frame, shut_down
+from dcr.runtime.frame import MESSAGE, PING, ChannelError, Stream, frame, receive_frame, shut_down
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Link:
         settings: bounds.
     """
 
-    def __init__(self, sock: socket.socket, label: str, settings: ChannelSettings) -> None:
+    def __init__(self, sock: Stream, label: str, settings: ChannelSettings) -> None:
         self._sock = sock
         self._label = label
         self._settings = settings

@@ -34,6 +34,7 @@ from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, Ran
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
+from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents import ReadbackError, ReadbackReport
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.gate_keeper import GateKeeper
@@ -76,7 +77,7 @@ class NodeAgent:
             back and compared before the engine joins.
 
     Raises:
-        RefusedError: a rank cannot be attached to.
+        RefusedError: a rank cannot be attached to, or the credentials that the setting ``channel`` names are no good.
         ReadbackError: storage does not hold what the loader was fed; nothing was written.
         RankLostError: a rank did not answer.
         DcrError: the gate of an engine that an earlier agent left open would not close.
@@ -97,6 +98,7 @@ class NodeAgent:
         observe: Observer = log_step,
         checkpoint: Mapping[str, ContentDigest] | None = None,
     ) -> None:
+        credentials = ChannelAddress.parse(settings.channel).credentials()
         self._engine = engine
         self._name = name
         self._record_id = record_id
@@ -131,6 +133,7 @@ class NodeAgent:
             Peer("node", name, self.attached.incarnation),
             lambda data: self._events.put(Arrived(data), timeout=settings.connect_timeout_s),
             resolve=lambda: leader_address(control, record_id),
+            credentials=credentials,
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
         self._progress = Progress(self._role, self._ranks, self._gate, self._spoke, record_id)

@@ -10,6 +10,7 @@ from dcr.control_plane.interface import ControlPlane
 from dcr.protocol.errors import DcrError
 from dcr.protocol.messages import Verified, Verify, decode_order, encode_message
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
+from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 
@@ -21,7 +22,7 @@ class OperatorError(DcrError):
 
 
 def verify(
-    control: ControlPlane, record_id: str, secret: bytes, *, connect_s: float, answer_s: float
+    control: ControlPlane, record_id: str, secret: bytes, *, channel: str, connect_s: float, answer_s: float
 ) -> Iterator[Verified]:
     """Have every admitted engine compared with the owners' baseline (DESIGN D2).
 
@@ -29,6 +30,7 @@ def verify(
         control: where the record and its leader's address are.
         record_id: the record.
         secret: the secret of the run.
+        channel: the setting of this name, as trainer and nodes have it.
         connect_s: how long to look for the leader.
         answer_s: how long to wait for each answer.
 
@@ -37,7 +39,9 @@ def verify(
 
     Raises:
         OperatorError: no leader could be reached, it was lost, or an answer took too long.
+        RefusedError: the credentials that ``channel`` names are no good.
     """
+    credentials = ChannelAddress.parse(channel).credentials()
     answers: queue.Queue[bytes | str] = queue.Queue(_ANSWERS_MAX)
     peer = Peer("operator", f"verify-{os.getpid()}-{secrets.token_hex(4)}", 0)
     spoke = Spoke(
@@ -45,6 +49,7 @@ def verify(
         peer,
         lambda data: answers.put(data, timeout=connect_s),
         resolve=lambda: leader_address(control, record_id),
+        credentials=credentials,
         on_disconnect=lambda reason: answers.put(reason, timeout=connect_s),
     )
     try:

@@ -38,6 +38,7 @@ from dcr.protocol.messages import (
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
+from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents_table import encode_table
 from dcr.runtime.emission import Emission
 from dcr.runtime.observer import Observer, guarded, log_step
@@ -72,13 +73,16 @@ class OwnerHost:
         source: this rank's share.
         incarnation: new with every start of this process.
         record_id: the record it obeys.
-        coordinator: where this trainer's own coordinator listens, ``127.0.0.1:port``; owners never follow another
-            trainer's, or the weights of two trainers could be mixed in one version.
+        coordinator: where this trainer's own coordinator is reached (``CoordinatorHost.address``); owners never follow
+            another trainer's, or the weights of two trainers could be mixed in one version.
         control: control plane.
         delivery: where payloads go.
         secret: the secret of the run.
         settings: bounds.
         observe: called with every step of the owner role.
+
+    Raises:
+        RefusedError: the credentials that the setting ``channel`` names are no good.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class OwnerHost:
         settings: Settings,
         observe: Observer = log_step,
     ) -> None:
+        credentials = ChannelAddress.parse(settings.channel).credentials()
         self._source = source
         self._incarnation = incarnation
         self._record_id = record_id
@@ -126,6 +131,7 @@ class OwnerHost:
             Peer("owner", source.owner, incarnation),
             lambda data: self._post(lambda: self._order(data)),
             resolve=lambda: coordinator,
+            credentials=credentials,
             on_connect=lambda: self._post(self._connected),
         )
         for t in self._threads:  # last: what they carry out needs everything above

@@ -9,7 +9,7 @@ _RELAY = "relay"
 
 
 def register_leader(control: ControlPlane, record_id: str, address: str) -> None:
-    """Say where the leader of this record listens, ``127.0.0.1:port``."""
+    """Say where the leader of this record listens; see ``channel_address.HubAddress``."""
     control.register(record_id, _KIND, _NAME, address.encode())
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from dcr.protocol.conductor import GATE_MODES
 from dcr.protocol.errors import RefusedError
+from dcr.runtime.channel_address import LOOPBACK, ChannelAddress
 
 BUCKET_BYTES_MAX = 128 << 20
 """Larger buckets could make payloads that receivers refuse (``Limits.payload_bytes_max``)."""
@@ -96,6 +97,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Payload bytes that a node keeps in shared memory for the ranks of its engines, until all have read them."""
     retain_epochs: int = 8
     """Epochs of payloads kept in the delivery store; older ones are swept."""
+    channel: str = LOOPBACK
+    """How trainer, nodes and leader talk: ``loopback``, or ``tls:///folder/of/credentials`` with this process's
+    credentials, on the trainer's first rank with where it listens, ``?listen=10.0.0.4:7100``
+    (docs/control-channel.md)."""
     events_max: int = 10_000
     """Events waiting in one role's queue."""
 
@@ -106,6 +111,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise RefusedError(f"setting gate_mode: {self.gate_mode!r} is not one of {', '.join(GATE_MODES)}")
         if self.readback not in READBACKS:
             raise RefusedError(f"setting readback: {self.readback!r} is not one of {', '.join(READBACKS)}")
+        try:
+            ChannelAddress.parse(self.channel)
+        except RefusedError as e:
+            raise RefusedError(f"setting channel: {e}") from e
         if self.bucket_bytes > BUCKET_BYTES_MAX:
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:

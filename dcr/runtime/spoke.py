@@ -7,10 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from dcr.runtime.frame import ChannelError, ChannelTimeoutError, check_loopback, join_threads, shut_down
+from dcr.protocol.errors import RefusedError
+from dcr.runtime.channel_address import HubAddress
+from dcr.runtime.frame import ChannelError, ChannelTimeoutError, Stream, check_loopback, join_threads, shut_down
 from dcr.runtime.handshake import Peer, check_secret, prove_to_hub
 from dcr.runtime.link import ChannelSettings, Link
+from dcr.runtime.tls_stream import TlsStream
+
+if TYPE_CHECKING:
+    from dcr.credentials.folder import Credentials
 
 _logger = logging.getLogger(__name__)
 _AUTHENTICATING = "authenticating"
@@ -27,7 +34,8 @@ class Spoke:
         secret: the secret of the run.
         peer: who this process is.
         on_message: called with every message of the hub.
-        resolve: the hub's address, ``127.0.0.1:port``, or None while there is none; asked before every connection.
+        resolve: the hub's address, see ``HubAddress``, or None while there is none; asked before every connection.
+        credentials: of this process; with them it speaks TLS only, and to whom the address names.
         settings: bounds.
         on_disconnect: called with the reason when the connection is lost.
         on_connect: called when the connection stands; ``send`` works from here on.
@@ -43,6 +51,7 @@ class Spoke:
         on_message: Callable[[bytes], None],
         *,
         resolve: Callable[[], str | None],
+        credentials: "Credentials | None" = None,
         settings: ChannelSettings = _DEFAULT,
         on_disconnect: Callable[[str], None] | None = None,
         on_connect: Callable[[], None] | None = None,
@@ -52,6 +61,7 @@ class Spoke:
         self._peer = peer
         self._on_message = on_message
         self._resolve = resolve
+        self._credentials = credentials
         self._settings = settings
         self._on_disconnect = on_disconnect
         self._on_connect = on_connect
@@ -157,21 +167,43 @@ class Spoke:
         if address is None:
             raise ChannelError("no hub is registered")
         self._address = address
-        host, _, port = address.rpartition(":")
-        check_loopback(host)
+        hub = HubAddress.parse(address)
+        self._stage = authenticating = f"{_AUTHENTICATING} with the hub at {address}"
+        self._check(hub)
         self._stage = f"connecting to the hub at {address}"
-        with socket.create_connection((host, int(port)), self._settings.handshake_timeout_s) as sock:
+        with socket.create_connection((hub.at.host, hub.at.port), self._settings.handshake_timeout_s) as sock:
             try:
                 with self._changed:
                     if self._closed:
                         return
                     self._sock = sock
-                self._stage = f"{_AUTHENTICATING} with the hub at {address}"
-                prove_to_hub(sock, self._secret, self._peer, self._settings.handshake_timeout_s)
-                self._converse(Link(sock, f"the hub at {address}", self._settings))
+                self._stage = authenticating
+                deadline = time.monotonic() + self._settings.handshake_timeout_s
+                stream, binding = self._secured(sock, hub, deadline)
+                prove_to_hub(stream, self._secret, self._peer, deadline, binding)
+                self._converse(Link(stream, f"the hub at {address}", self._settings))
             finally:
                 with self._changed:
                     self._sock = None
+
+    def _check(self, hub: HubAddress) -> None:
+        if self._credentials is None and hub.name is not None:
+            raise RefusedError(
+                "it asks for a certificate: give this process credentials too (dcr certs --help), and the setting "
+                "channel = tls:///folder/of/credentials"
+            )
+        if self._credentials is not None and hub.name is None:
+            raise RefusedError(
+                "it does not speak TLS, which the setting channel asks for here: give the trainer the same"
+            )
+        if hub.name is None:
+            check_loopback(hub.at.host)
+
+    def _secured(self, sock: socket.socket, hub: HubAddress, deadline: float) -> tuple[Stream, bytes]:
+        if self._credentials is None:
+            return sock, b""
+        stream = TlsStream(sock, self._credentials.client, hub.name)
+        return stream, stream.handshake(deadline)
 
     def _converse(self, link: Link) -> None:
         with self._changed:

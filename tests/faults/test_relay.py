@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcr.delivery.relay.credentials import create_authority, issue
+from dcr.credentials.authority import create_authority, issue
 from tests.faults.deployment import Deployment
 from tests.faults.engine_process import EngineProcess, Kill
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from dcr.credentials.authority import create_authority, issue
 from dcr.delivery.interface import DeliveryError
-from dcr.delivery.relay.credentials import create_authority, issue
 from dcr.delivery.sealed import SealedDelivery
 from tests.faults.models import Served
 from tests.faults.thread_fleet import Fleet

@@ -70,6 +70,11 @@ def test_what_is_right_is_taken_and_the_rest_follows(parse, tmp_path):
         ("", ["--dcr-control", "sqlite://FOLDER/text"], "--dcr-control: "),
         ("", ["--dcr-delivery", "gs://x/y"], "--dcr-delivery: .*must be of the form file:///absolute/folder"),
         ("", ["--dcr-delivery", "s3:/x"], "--dcr-delivery: .*the bucket's name must be 3 to 63 characters"),
+        (
+            "",
+            ["--dcr-settings", '{"channel": "tls:///nowhere"}'],
+            "--dcr-settings: credentials /nowhere: .*dcr certs --help",
+        ),
         ("", ["--dcr-delivery", "relay:///nowhere"], "--dcr-delivery: credentials /nowhere: .*see dcr certs --help"),
         ("", ["--dcr-delivery", "file://FOLDER/nowhere/payloads"], "--dcr-delivery: .*nowhere"),
         ("", ["--dcr-delivery", "file://FOLDER/text"], "--dcr-delivery: .*text"),

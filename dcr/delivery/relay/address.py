@@ -8,9 +8,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from dcr.credentials.folder import Credentials
 from dcr.delivery.interface import Delivery
 from dcr.delivery.relay.bounds import Bounds
-from dcr.delivery.relay.credentials import Credentials
 from dcr.delivery.relay.node import RelayNode
 from dcr.delivery.relay.sender import RelaySender, encode_node
 from dcr.protocol.errors import RefusedError
@@ -72,7 +72,7 @@ def open_relay(address: str, directory: Directory, *, receives: bool) -> Deliver
     credentials = Credentials(folder)
     if receives:
         return EnteredNode(credentials, host, port, bounds, directory)
-    return RelaySender(directory.nodes, credentials.client, bounds)
+    return RelaySender(directory.nodes, credentials, bounds)
 
 
 def _listen(address: str, text: str) -> tuple[str, int]:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import xxhash
 
+from dcr.credentials.folder import Credentials
 from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_prefix
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
-from dcr.delivery.relay.credentials import Credentials
 from dcr.delivery.relay.holding import Holding
 from dcr.delivery.relay.peer import Peer, Shipment
 from dcr.delivery.relay.tree import Node
@@ -272,7 +272,7 @@ class RelayNode:
             if peer is None:
                 for old in [n for n, p in self._peers.items() if n.name == node.name and not p.busy]:
                     del self._peers[old]  # it listens elsewhere now; its connections end when they are idle
-                peer = self._peers[node] = Peer(node, self._credentials.client, self._bounds)
+                peer = self._peers[node] = Peer(node, self._credentials, self._bounds)
             return peer
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dcr.credentials.folder import Credentials
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.tree import Branch, Node
@@ -51,17 +52,17 @@ class Peer:
 
     Args:
         node: the peer.
-        context: of TLS; the peer's certificate must have its name.
+        credentials: of this process; the peer's certificate must have its name.
         bounds: of the relay.
 
     Attributes:
         bytes: of objects that were sent to it.
     """
 
-    def __init__(self, node: Node, context: ssl.SSLContext, bounds: Bounds) -> None:
+    def __init__(self, node: Node, credentials: Credentials, bounds: Bounds) -> None:
         self.node = node
         self.bytes = 0
-        self._context = context
+        self._credentials = credentials
         self._bounds = bounds
         self._changed = threading.Condition()
         self._waiting: deque[Shipment] = deque()
@@ -153,7 +154,7 @@ class Peer:
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * bounds.peer_timeout_s))
-            connection = self._context.wrap_socket(plain, server_hostname=self.node.name)
+            connection = self._credentials.client.wrap_socket(plain, server_hostname=self.node.name)
         except BaseException:
             plain.close()
             raise

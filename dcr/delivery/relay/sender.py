@@ -1,13 +1,13 @@
 """The owner's end of the relay: every object over one node's link, by turns, and from there to all nodes."""
 
 import logging
-import ssl
 import threading
 from collections.abc import Callable, Mapping
 
 import msgspec
 import xxhash
 
+from dcr.credentials.folder import Credentials
 from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_prefix
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.peer import Peer, Shipment
@@ -42,15 +42,15 @@ class RelaySender:
 
     Args:
         nodes: the rollout nodes that listen now, by name; asked once for every epoch.
-        context: of TLS.
+        credentials: of this process.
         bounds: of the relay.
     """
 
     look_pause = LookPause()
 
-    def __init__(self, nodes: Callable[[], Mapping[str, bytes]], context: ssl.SSLContext, bounds: Bounds) -> None:
+    def __init__(self, nodes: Callable[[], Mapping[str, bytes]], credentials: Credentials, bounds: Bounds) -> None:
         self._nodes = nodes
-        self._context = context
+        self._credentials = credentials
         self._bounds = bounds
         self._lock = threading.Lock()
         self._peers: dict[Node, Peer] = {}
@@ -163,5 +163,5 @@ class RelaySender:
     def _peer(self, node: Node) -> Peer:
         peer = self._peers.get(node)
         if peer is None:
-            peer = self._peers[node] = Peer(node, self._context, self._bounds)
+            peer = self._peers[node] = Peer(node, self._credentials, self._bounds)
         return peer

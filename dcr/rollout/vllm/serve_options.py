@@ -15,6 +15,7 @@ from dcr.protocol.errors import DcrError, RefusedError
 from dcr.rollout.vllm.answer_label import AnswerLabelMiddleware
 from dcr.rollout.vllm.async_engine import OnClose
 from dcr.rollout.vllm.worker_extension import worker_extension_cls
+from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.handshake import Peer
 from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import load_or_create_secret
@@ -154,6 +155,7 @@ def _settings(args: Namespace) -> None:
     except ValueError as error:
         raise RefusedError(f"{args.dcr_settings!r} is no JSON: {error}; quote it for the shell") from error
     args.dcr_settings = Settings.of(values)
+    ChannelAddress.parse(args.dcr_settings.channel).credentials()
 
 
 def _named(option: str, check: Callable[[], _T]) -> _T:

@@ -5,8 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+from dcr.credentials.authority import create_authority, issue
 from dcr.delivery.relay.address import open_relay
-from dcr.delivery.relay.credentials import create_authority, issue
 
 SPAWN = multiprocessing.get_context("spawn")
 WAIT_S = 60.0

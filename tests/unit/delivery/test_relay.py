@@ -16,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from relay_fleet import QUICK, RelayFleet
 
+from dcr.credentials.authority import issue
+from dcr.credentials.folder import Credentials
 from dcr.delivery.interface import DeliveryError
-from dcr.delivery.relay.credentials import Credentials, issue
 from dcr.delivery.relay.wire import RelayError
 from dcr.protocol.errors import RefusedError
 

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 from raw_peer import SECRET, WAIT_S
+from tls_peer import Certificates
 
-from dcr.runtime.channel import ChannelSettings, Hub, Spoke
+from dcr.runtime.channel import ChannelSettings, Hub, Peer, Spoke
+
+A = Peer("node", "a", 1)
 
 
 @pytest.fixture
@@ -16,12 +19,22 @@ def start():
         def __init__(self):
             self.open = []
 
-        def hub(self, events, secret=SECRET, on_event=None, **settings):
-            hub = Hub(secret, on_event or events.put, settings=ChannelSettings(**settings))
+        def hub(self, events, secret=SECRET, on_event=None, credentials=None, **settings):
+            hub = Hub(secret, on_event or events.put, credentials=credentials, settings=ChannelSettings(**settings))
             self.open.append(hub)
             return hub
 
-        def spoke(self, peer, hub, on_message=lambda _: None, secret=SECRET, callbacks=(None, None), **settings):
+        def spoke(
+            self,
+            peer,
+            hub,
+            on_message=lambda _: None,
+            *,
+            secret=SECRET,
+            callbacks=(None, None),
+            credentials=None,
+            **settings,
+        ):
             resolve = hub if callable(hub) else lambda: hub.address
             on_connect, on_disconnect = callbacks
             spoke = Spoke(
@@ -29,6 +42,7 @@ def start():
                 peer,
                 on_message,
                 resolve=resolve,
+                credentials=credentials,
                 settings=ChannelSettings(**settings),
                 on_connect=on_connect,
                 on_disconnect=on_disconnect,
@@ -55,3 +69,30 @@ def nothing_left():
     while left() != before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert left() == before
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="session")
+def others(tmp_path_factory):
+    """Of another authority."""
+    return Certificates(tmp_path_factory.mktemp("others"))
+
+
+@pytest.fixture
+def tls(start, shared, others):
+    """Hubs and spokes with good credentials, and those that are not."""
+
+    class Tls:
+        certificates, foreign = shared, others
+
+        def hub(self, events, on_event=None, **bounds):
+            return start.hub(events, on_event=on_event, credentials=shared.of("trainer"), **bounds)
+
+        def spoke(self, hub, on_message=lambda _: None, peer=A, name="node-a", **bounds):
+            return start.spoke(peer, hub, on_message, credentials=shared.of(name), **bounds)
+
+    return Tls()

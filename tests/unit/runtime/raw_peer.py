@@ -51,8 +51,9 @@ def closed_by_peer(sock):
     return True
 
 
-def proof(secret, side, hello, hub_nonce):
+def proof(secret, side, hello, hub_nonce, binding=b""):
     said = [side, hello["version"], hello["role"], hello["name"], hello["incarnation"], hello["nonce"], hub_nonce]
+    said += [binding] if binding else []
     return hmac.new(secret, b"dcr control channel" + msgspec.msgpack.encode(said), "sha256").digest()
 
 
@@ -77,13 +78,16 @@ def receive_map(sock):
 
 def join(address, secret, **identity):
     """A proven connection, and what the hub said in step 4."""
-    sock = connect(address)
+    return prove(connect(address), secret, **identity)
+
+
+def prove(sock, secret, binding=b"", **identity):
     hello = hello_of(**identity)
     send_map(sock, **hello)
     challenge = receive_map(sock)
     assert challenge["version"] == 1
-    assert challenge["proof"] == proof(secret, b"hub", hello, challenge["nonce"])
-    send_map(sock, proof=proof(secret, b"spoke", hello, challenge["nonce"]))
+    assert challenge["proof"] == proof(secret, b"hub", hello, challenge["nonce"], binding)
+    send_map(sock, proof=proof(secret, b"spoke", hello, challenge["nonce"], binding))
     return sock, receive_map(sock)["refused"]
 
 

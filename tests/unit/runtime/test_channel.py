@@ -283,8 +283,8 @@ def test_what_resolve_may_answer(nothing_left, start):
         (lambda: None, "no hub is registered"),
         (broken, "registry on fire"),
         (lambda: "10.0.0.1:80", "loopback"),
-        (lambda: "127.0.0.1:x", "invalid literal"),
-        (lambda: "nonsense", "loopback"),
+        (lambda: "127.0.0.1:x", "'127.0.0.1:x' is not host:port"),
+        (lambda: "nonsense", "'nonsense' is not host:port"),
         (lambda: f"127.0.0.1:{port}", "connecting to the hub.*refused"),
     ):
         spoke = start.spoke(A, resolve)

@@ -29,6 +29,7 @@ from dcr.runtime.channel import (
     Received,
     Spoke,
 )
+from dcr.runtime.channel_address import HostPort
 
 A = Peer("node", "a", 1)
 OTHER = bytes(32)
@@ -329,16 +330,16 @@ def test_a_callback_that_raises_drops_its_peer_by_name(nothing_left, start, erro
 def test_only_loopback_and_real_secrets(start):
     for host in ("0.0.0.0", "10.1.2.3", "::", "localhost", "example.org", ""):
         with pytest.raises(RefusedError, match="loopback"):
-            Hub(SECRET, print, host=host)
+            Hub(SECRET, print, listen=HostPort(host, 0))
     with pytest.raises(RefusedError, match="at least 16 bytes"):
         Hub(b"short", print)
     with pytest.raises(RefusedError, match="at least 16 bytes"):
         Spoke(b"short", A, print, resolve=lambda: None)
-    hub = Hub(SECRET, print, host="127.0.0.2")
+    hub = Hub(SECRET, print, listen=HostPort("127.0.0.2", 0))
     assert hub.address.startswith("127.0.0.2:")
     assert SECRET.hex() not in repr(hub)
     with pytest.raises(OSError, match="in use"):
-        Hub(SECRET, print, host="127.0.0.2", port=int(hub.address.split(":")[1]))
+        Hub(SECRET, print, listen=HostPort.parse(hub.address))
     hub.close()
 
 

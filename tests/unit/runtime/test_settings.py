@@ -7,7 +7,12 @@ from dcr.runtime.settings import Settings
 def test_every_default_is_a_bound():
     for name in Settings.__struct_fields__:
         value = getattr(Settings(), name)
-        choices = {"operation": ("add", "xor"), "gate_mode": ("sync", "async"), "readback": ("restore",)}
+        choices = {
+            "operation": ("add", "xor"),
+            "gate_mode": ("sync", "async"),
+            "readback": ("restore",),
+            "channel": ("loopback",),
+        }
         assert value in choices[name] if name in choices else value > 0
 
 
@@ -30,6 +35,10 @@ def test_a_mapping_sets_what_it_names_and_nothing_else():
         ({"operation": "set"}, "setting operation: 'set' is not one of add, xor"),
         ({"gate_mode": "lazy"}, "setting gate_mode: 'lazy' is not one of sync, async"),
         ({"readback": "never"}, "setting readback: 'never' is not one of start, restore, always"),
+        (
+            {"channel": "tls://10.0.0.4:7100"},
+            "setting channel: 'tls://10.0.0.4:7100' is not loopback, or tls:///folder",
+        ),
         ({"stage_bytes_max": 0}, "setting stage_bytes_max: 0 must be greater than 0"),
         ({"stage_bytes_max": 1 << 51}, "setting stage_bytes_max: 2251799813685248 must be"),
         ({"receive_bytes_max": 0}, "setting receive_bytes_max: 0 must be greater than 0"),

@@ -1,12 +1,10 @@
-"""Who a peer of the relay is: its certificate, and the authority that all peers of a run trust."""
+"""An authority of one's own, and the certificates that it signs for the peers of a run."""
 
 import contextlib
 import datetime as dt
 import ipaddress
 import os
 import re
-import ssl
-import stat
 from pathlib import Path
 
 from cryptography import x509
@@ -14,46 +12,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from dcr.credentials.folder import AUTHORITY, CERTIFICATE, KEY
 from dcr.protocol.errors import RefusedError
 
-AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca.key"
-CERTIFICATE, KEY = "cert.pem", "key.pem"
+AUTHORITY_KEY = "ca.key"
 DAYS = 365
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
-
-
-class Credentials:
-    """What one process needs to speak to its peers, from a folder: ``ca.pem``, ``cert.pem``, ``key.pem``.
-
-    Any authority will do that signs certificates with the peer's name as a DNS name, for servers and clients; ``dcr
-    certs`` makes one for a start.
-
-    Args:
-        folder: where the three files are.
-
-    Attributes:
-        name: of this process, from its certificate.
-        server: context for connections that are accepted: TLS 1.3, and the peer has a certificate.
-        client: the same for connections that are made, to a peer by its name.
-
-    Raises:
-        RefusedError: a file is missing or no good, the key can be read by others, or the certificate has expired.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            status = (folder / KEY).stat()
-            self.name = _name_in(folder)
-            self.server = _context(ssl.PROTOCOL_TLS_SERVER, folder)
-            self.client = _context(ssl.PROTOCOL_TLS_CLIENT, folder)
-        except (OSError, ValueError) as e:
-            raise RefusedError(
-                f"credentials {folder}: {e}; it must hold {AUTHORITY}, {CERTIFICATE} and {KEY}: see dcr certs --help"
-            ) from e
-        if status.st_mode & 0o077:
-            raise RefusedError(
-                f"credentials {folder / KEY}: mode {stat.S_IMODE(status.st_mode):04o} lets others use it; chmod 600"
-            )
 
 
 def check_name(name: str) -> None:
@@ -178,26 +142,3 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
             half_done.pop_all()
     except OSError as e:
         raise RefusedError(f"{folder}: {e.strerror}; it cannot be written: check it and the folders above it") from e
-
-
-def _name_in(folder: Path) -> str:
-    certificate = x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
-    if certificate.not_valid_after_utc < dt.datetime.now(dt.UTC):
-        raise ValueError(f"the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        raise ValueError("the certificate names nobody (no subject alternative name)") from None
-    found = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-    if not found:
-        raise ValueError("the certificate has no DNS name")
-    return found[0]
-
-
-def _context(protocol: int, folder: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(folder / AUTHORITY)
-    context.load_cert_chain(folder / CERTIFICATE, folder / KEY)
-    return context
