@@ -175,12 +175,25 @@ def sweep(delivery: Delivery, record_id: str, epoch_min: int) -> None:
     """Delete what was emitted for a record in epochs below ``epoch_min``, and what dead writers left unfinished.
 
     Whoever calls it takes an ``epoch_min`` that is not above K's epoch.
+
+    Raises:
+        DeliveryError: something could not be deleted: the first of it; all else was.
     """
     prefix = _record_prefix(record_id)
+    failed: list[DeliveryError] = []
     for segment in delivery.segments(prefix):
         if _EPOCH.fullmatch(segment) and int(segment) < epoch_min:
-            delivery.delete_prefix(epoch_prefix(record_id, int(segment)))
-    delivery.tidy(prefix)
+            try:
+                delivery.delete_prefix(epoch_prefix(record_id, int(segment)))
+            except DeliveryError as e:  # one epoch that stays, for whatever reason, must not keep all later ones
+                failed.append(e)
+    try:
+        delivery.tidy(prefix)
+    except DeliveryError as e:
+        failed.append(e)
+    if failed:
+        more = f" (and {len(failed) - 1} more failures)" if len(failed) > 1 else ""
+        raise DeliveryError(f"{failed[0]}{more}") from failed[0]
 
 
 def _record_prefix(record_id: str) -> str:
