@@ -6,6 +6,7 @@ the manifest that ends them, without ever listing::
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/SEQUENCE.payload
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/manifest
     RECORD/EPOCH/contents/OWNER/INCARNATION/CONTENT-DIGEST
+    RECORD/meeting/LEADER
 
 Numbers have 20 decimal digits.  In names every byte outside ``[A-Za-z0-9_-]`` is written ``=XX`` (hexadecimal); a name
 longer than 120 characters after that is cut to 80 and ends in ``=.`` and the SHA-256 of the whole.
@@ -74,9 +75,13 @@ class Delivery(Protocol):
 
     Attributes:
         look_pause: how long a reader should wait between two looks for the same object.
+        kind: ``file``, ``s3`` or ``relay``: one that reads and one that writes must be of the same.
+        place: where objects are, for people.
     """
 
     look_pause: LookPause
+    kind: str
+    place: str
 
     @property
     def traffic(self) -> Traffic:
@@ -164,6 +169,16 @@ def contents_key(record_id: str, epoch: int, owner: str, owner_incarnation: int,
         f"{epoch_prefix(record_id, epoch)}contents/{_name('owner', owner)}/"
         f"{_number('owner incarnation', owner_incarnation)}/{_name('content digest', content_digest)}"
     )
+
+
+def meeting_key(record_id: str, leader: str) -> str:
+    """The key of what a leader leaves for nodes to find; RefusedError as for ``payload_key``."""
+    return f"{meeting_prefix(record_id)}{_name('leader', leader)}"
+
+
+def meeting_prefix(record_id: str) -> str:
+    """The prefix of what leaders of a record leave; RefusedError as for ``payload_key``."""
+    return f"{_record_prefix(record_id)}meeting/"
 
 
 def epoch_prefix(record_id: str, epoch: int) -> str:

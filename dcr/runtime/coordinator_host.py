@@ -15,6 +15,7 @@ from dcr.control_plane.interface import (
 )
 from dcr.data_plane.payload import WIRE_VERSION
 from dcr.delivery.interface import Delivery
+from dcr.delivery.meeting import leave_sign
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.errors import RefusedError
@@ -37,9 +38,10 @@ from dcr.protocol.messages import (
 from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
+from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
 from dcr.runtime.observer import Observer, guarded, log_step
-from dcr.runtime.registry import register_leader
+from dcr.runtime.registry import register_leader, register_meeting
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.sweeper import Sweeper
@@ -106,10 +108,16 @@ class CoordinatorHost:
         )
         self._deadline: tuple[float, int] | None = None
         self._fatal = ""
+        self._status = fleet_status(self._role)
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
         self._hub = Hub(record_secret(secret, record_id), self._heard)
-        register_leader(control, record_id, self._hub.address)
+        try:
+            register_meeting(control, record_id, leave_sign(delivery, record_id, leader))
+            register_leader(control, record_id, self._hub.address)
+        except BaseException:
+            self._hub.close()
+            raise
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
 
@@ -117,6 +125,11 @@ class CoordinatorHost:
     def address(self) -> str:
         """Where it listens, ``127.0.0.1:port``."""
         return self._hub.address
+
+    @property
+    def status(self) -> FleetStatus:
+        """Whom it waits for, as of the last event."""
+        return self._status
 
     def abandon(self) -> None:
         """Abandon a stopped transition; torn engines are restored (DESIGN D17)."""
@@ -218,6 +231,7 @@ class CoordinatorHost:
             effects = list(act())
             while effects and not self._fatal:  # who leads no more writes and orders nothing
                 effects = self._do(effects)
+            self._status = fleet_status(self._role)
         except RefusedError as e:
             _log.warning("refused: %s", e)
         except _OwnError as e:
