@@ -1,6 +1,7 @@
 """The coordinator host: carries out the coordinator role's effects; by default in the trainer's first rank."""
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -48,6 +49,10 @@ from dcr.runtime.sweeper import Sweeper
 from dcr.runtime.verification import Verification
 
 _log = logging.getLogger("dcr.coordinator")
+_STATUS_S = 0.2
+"""How old the status may be."""
+_SILENT_S = 10.0
+"""A node that is connected for so long and asks for nothing is told of."""
 _MEMBER_REPORTS = (Join, Prepared, Staged, Acknowledged, AttemptFailed, Serving, ContentsCompared)
 
 
@@ -109,6 +114,7 @@ class CoordinatorHost:
         self._deadline: tuple[float, int] | None = None
         self._fatal = ""
         self._status = fleet_status(self._role)
+        self._silent: dict[Peer, float] = {}  # nodes that ask for nothing, and when that is told
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
         self._hub = Hub(record_secret(secret, record_id), self._heard)
@@ -128,7 +134,7 @@ class CoordinatorHost:
 
     @property
     def status(self) -> FleetStatus:
-        """Whom it waits for, as of the last event."""
+        """Whom it waits for, as of a moment ago."""
         return self._status
 
     def abandon(self) -> None:
@@ -207,9 +213,15 @@ class CoordinatorHost:
         return self._role.owner_report(report)
 
     def _loop(self) -> None:
-        next_look = 0.0
+        next_look = next_status = 0.0
         while not self._stop.is_set():
             wait = 0.1
+            if time.monotonic() >= next_status:
+                next_status = time.monotonic() + _STATUS_S
+                try:
+                    self._take_stock()
+                except Exception:  # noqa: BLE001 - what is told of must not suffer from the telling
+                    _log.exception("coordinator %s: its status could not be told", self._leader)
             self._act(self._verification.look)
             if time.monotonic() >= next_look and not self._fatal:
                 next_look = time.monotonic() + self._settings.record_poll_s
@@ -226,12 +238,28 @@ class CoordinatorHost:
             except queue.Empty:
                 continue
 
+    def _take_stock(self) -> None:
+        """Bring the status up to date, and tell once of a node that is connected and asks for nothing."""
+        nodes = {peer for (role, _), peer in self._peers.items() if role == "node"}
+        self._status = fleet_status(self._role, [(peer.name, peer.incarnation) for peer in nodes])
+        now = time.monotonic()
+        silent = {peer for peer in nodes if peer.name in self._status.not_joined}
+        self._silent = {peer: self._silent.get(peer, now + _SILENT_S) for peer in silent}
+        for peer, due in self._silent.items():
+            if now >= due:
+                self._silent[peer] = math.inf
+                _log.warning(
+                    "%s is connected and has not asked to be let in for %.0f s: does it look where this trainer "
+                    "delivers? Its own log says why",
+                    peer,
+                    _SILENT_S,
+                )
+
     def _act(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
         try:
             effects = list(act())
             while effects and not self._fatal:  # who leads no more writes and orders nothing
                 effects = self._do(effects)
-            self._status = fleet_status(self._role)
         except RefusedError as e:
             _log.warning("refused: %s", e)
         except _OwnError as e:

@@ -1,10 +1,15 @@
 """What a coordinator waits for, of all owners and engines, at this moment."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.leader import Phase
 from dcr.protocol.session import Session
+
+_CHARS_MAX = 400
+"""Of the names of whoever is waited for: enough to see who they are."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True):
@@ -22,15 +27,25 @@ class FleetStatus(msgspec.Struct, frozen=True):
     acknowledged."""
     waits_for: str
     """Whom it waits for, by name; empty if nothing is to be done."""
+    not_joined: tuple[str, ...] = ()
+    """Engines whose node is connected and has not asked to let them in; its own log says why."""
 
     def __str__(self) -> str:
         what = self.what or f"record at version {self.version}, {self.phase}"
         done = "".join(f", {n} of {of} {stage}" for stage, (n, of) in self.done.items())
-        return f"{what}{done}" + (f"; {self.waits_for}" if self.waits_for else "")
+        waits = f"; {self.waits_for}" if self.waits_for else ""
+        strangers = _short(", ".join(self.not_joined))
+        return f"{what}{done}{waits}" + (f"; connected, and not asking to be let in: {strangers}" if strangers else "")
 
 
-def fleet_status(role: Coordinator) -> FleetStatus:
-    """The status of a coordinator's role; from the thread that the role runs in."""
+def fleet_status(role: Coordinator, connected: Iterable[tuple[str, int]] = ()) -> FleetStatus:
+    """The status of a coordinator's role; from the thread that the role runs in.
+
+    Args:
+        role: the role.
+        connected: names and incarnations of the engines whose nodes are connected.
+    """
+    joined = {(e.join.engine, e.join.incarnation) for e in role.fleet.engines.values()}
     s = role.session if role.phase in {Phase.ATTEMPT, Phase.RESTORING} else None
     record = role.record
     return FleetStatus(
@@ -39,8 +54,13 @@ def fleet_status(role: Coordinator) -> FleetStatus:
         0 if record is None else record.epoch,
         "" if s is None else _what(s),
         {} if s is None else _done(s),
-        _waits_for(role, s),
+        _short(_waits_for(role, s)),
+        tuple(sorted(name for name, incarnation in connected if (name, incarnation) not in joined)),
     )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _CHARS_MAX else f"{text[:_CHARS_MAX]} ... ({len(text) - _CHARS_MAX} characters more)"
 
 
 def _what(s: Session) -> str:

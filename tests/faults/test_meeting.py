@@ -16,6 +16,7 @@ from tests.faults.thread_fleet import Fleet
 def elsewhere(monkeypatch):
     """Nothing takes long to be seen on a local folder."""
     monkeypatch.setattr("dcr.runtime.meeting.PATIENCE_S", 0.5)
+    monkeypatch.setattr("dcr.runtime.coordinator_host._SILENT_S", 1.0)
 
     def open_engine(fleet: Fleet, name: str, delivery: str):
         kept = fleet.addresses
@@ -39,6 +40,9 @@ def test_an_engine_with_another_address_holds_nobody_up_and_joins_once_both_agre
         assert f"the trainer delivers to file://{tmp_path}/payloads" in said
         assert f"this node looks in file://{tmp_path}/elsewhere" in said
         assert sum("does not ask to be let in" in line for line in caplog.messages) == 1
+        fleet.wait(lambda: any("node wrong (incarnation" in line for line in caplog.messages))
+        fleet.wait(lambda: fleet.refit.status.fleet.not_joined == ("wrong",))
+        assert "connected, and not asking to be let in: wrong" in str(fleet.refit.status)
         with pytest.raises(NodeError, match="give both sides the same delivery"):
             wrong.node.wait_serving(0, 0.1)
         for _ in range(2):

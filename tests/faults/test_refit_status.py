@@ -49,7 +49,7 @@ def test_both_sides_tell_how_far_they_are(tmp_path, monkeypatch, caplog, gate_mo
             "node of a: learns how the weights of engine a lie in its storage" in line for line in caplog.messages
         )
         assert fleet.refit.status.emission is None
-        assert fleet.refit.status.fleet.waits_for == ""
+        fleet.wait(lambda: fleet.refit.status.fleet.waits_for == "")
         assert engine.node.statuses["a"].refit is None
         fleet.step(0.5)
         pushing.start()
@@ -77,7 +77,7 @@ def test_both_sides_tell_how_far_they_are(tmp_path, monkeypatch, caplog, gate_mo
         assert received()["apply"].done == (2 if gate_mode == "sync" else 0)
         if gate_mode == "async":
             assert received()["stage"].bytes == sum(sizes)
-        assert fleet.refit.status.fleet.waits_for.startswith("rank-0 did not seal epoch 1 yet")
+        fleet.wait(lambda: fleet.refit.status.fleet.waits_for.startswith("rank-0 did not seal epoch 1 yet"))
         time.sleep(0.5)
         for status in (fleet.refit.status.emission, engine.node.statuses["a"].refit):
             assert status.idle_s >= 0.4
@@ -111,7 +111,7 @@ def test_a_push_that_waits_for_engines_or_ranks_says_so(tmp_path):
         engine = fleet.engine("a")
         pushing.join(60)
         fleet.check(engine)
-        assert fleet.refit.status.fleet.waits_for == ""
+        fleet.wait(lambda: fleet.refit.status.fleet.waits_for == "")
         assert str(fleet.refit.status).endswith("record at version 1, idle")
     finally:
         fleet.close()
