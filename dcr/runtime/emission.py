@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from dcr.data_plane.bucket import pack
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
@@ -57,8 +59,8 @@ class Emission:
         self._pipeline: Pipeline | None = None
         self._buckets: int | None = None  # in all, once everything is found
         self._moved = LastMove()
-        self.over = False
-        """True once ``run`` has ended, however."""
+        self._started = False
+        self._ended: RefitStatus | None = None
         self.begun = False
         """True once a payload may have left."""
         self.found: ContentDigest | None = None
@@ -76,18 +78,30 @@ class Emission:
             CancelledError: ``cancelled`` was set.
             DcrError: detection was refused, the candidate is not what it was, or the store failed.
         """
+        self._started = True
         try:
             return self._run(candidate_digest)
         finally:
-            self.over = True
+            # What comes after it, the fold for one, goes over the same elements and is none of it.
+            self._ended, self._pipeline = msgspec.structs.replace(self.status, held_up_by=""), None
+
+    @property
+    def over(self) -> bool:
+        """Whether ``run`` has ended, however."""
+        return self._ended is not None
 
     @property
     def status(self) -> RefitStatus:
-        """How far it is; from any thread."""
-        through = {} if self._pipeline is None else self._pipeline.progress()
+        """How far it is, or was when it ended; from any thread."""
+        if self._ended is not None:
+            return self._ended
+        pipeline = self._pipeline
+        through = {} if pipeline is None else pipeline.progress()
         encode, deliver = (through.get(name, StageProgress()) for name in ("encode", "deliver"))
         compared, elements = self._source.compared
-        detect = StageStatus("detect", compared, "elements", elements, seconds=self.seconds["detect"])
+        detect = StageStatus(
+            "detect", compared if self._started else 0, "elements", elements, seconds=self.seconds["detect"]
+        )
         stages = (detect, self._of("encode", encode), self._of("deliver", deliver))
         return self._moved.status(self.order.epoch, self._what, stages, self._held_up_by(encode, deliver))
 
@@ -104,8 +118,6 @@ class Emission:
 
     def _held_up_by(self, encode: StageProgress, deliver: StageProgress) -> str:
         """The last stage that others wait for: one that has work waiting, or else the first that is at work."""
-        if self.over:
-            return ""
         if deliver.waiting or (deliver.running and self._buckets is not None and not encode.running + encode.waiting):
             return f"deliver: {deliver.running} payloads are on their way to the store"
         if encode.waiting or (encode.running and self._buckets is not None):
