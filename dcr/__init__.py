@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcr.rollout.node import RolloutNode
     from dcr.trainer.megatron.refit import MegatronRefit
-    from dcr.trainer.torch.refit import PushError, RefitReport, TrainerRefit
+    from dcr.trainer.torch.refit import PushError, TrainerRefit
+    from dcr.trainer.torch.refit_report import RefitReport
 
 __all__ = ["MegatronRefit", "PushError", "RefitReport", "RolloutNode", "TrainerRefit"]
 
 _HOMES = {
     "MegatronRefit": "dcr.trainer.megatron.refit",
     "PushError": "dcr.trainer.torch.refit",
-    "RefitReport": "dcr.trainer.torch.refit",
+    "RefitReport": "dcr.trainer.torch.refit_report",
     "RolloutNode": "dcr.rollout.node",
     "TrainerRefit": "dcr.trainer.torch.refit",
 }

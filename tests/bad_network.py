@@ -56,6 +56,8 @@ class BadNetwork:
     port: int
     slow_s: float = 0.3
     requests: list[Request] = field(default_factory=list[Request])
+    answers: dict[str, tuple[int, str, bytes]] = field(default_factory=dict[str, tuple[int, str, bytes]])
+    """Further faults by name: status, type and body that are answered in the server's place."""
     _rules: list[_Rule] = field(default_factory=list[_Rule])
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _chance: float = 0.0
@@ -94,6 +96,10 @@ class BadNetwork:
         """Do this to the next requests that match."""
         with self._lock:
             self._rules.append(_Rule(fault, match, times))
+
+    def answer(self, fault: str, status: int, body: bytes, kind: str = "application/xml") -> None:
+        """Name a fault: an answer in the server's place."""
+        self.answers[fault] = status, kind, body
 
     def at_random(self, chance: float, kinds: tuple[str, ...], seed: int) -> None:
         """Do one of these to requests by chance, from a seed."""
@@ -142,6 +148,11 @@ class BadNetwork:
         if request.fault in _ANSWERS:
             body = b"" if request.method == "HEAD" else _ANSWERS[request.fault]
             client.wfile.write(_head(int(request.fault), len(body)) + body)
+            return True
+        if request.fault in self.answers:
+            status, kind, body = self.answers[request.fault]
+            body = b"" if request.method == "HEAD" else body
+            client.wfile.write(_head(status, len(body), kind) + body)
             return True
         if request.fault == "damaged" and request.body:
             request.body = _flip(request.body)
@@ -204,8 +215,14 @@ def _read_request(client: socketserver.StreamRequestHandler) -> Request | None:
     return Request(method.decode(), path.decode(), head[:-2] + b"Connection: close\r\n\r\n", body)
 
 
-def _head(status: int, length: int) -> bytes:
-    return b"HTTP/1.1 %d Fault\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % (status, length)
+def error_body(code: str) -> bytes:
+    """What S3 says of an error."""
+    return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>said by a test</Message></Error>".encode()
+
+
+def _head(status: int, length: int, kind: str = "application/xml") -> bytes:
+    head = f"HTTP/1.1 {status} Fault\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n\r\n"
+    return head.encode()
 
 
 def _flip(data: bytes) -> bytes:

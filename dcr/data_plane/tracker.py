@@ -21,6 +21,9 @@ class Tracker:
         name: what the shard is called in errors.
         live: the shard's tensor, any shape and device; its bits are copied.
         chunk_elements: elements compared, copied or read at once; bounds the temporary memory.
+
+    Attributes:
+        visited: how far the latest reading or comparison is, in elements; for whoever shows progress.
     """
 
     def __init__(self, name: str, live: torch.Tensor, *, chunk_elements: int) -> None:
@@ -30,6 +33,7 @@ class Tracker:
         self.dtype = live.dtype
         self._chunk_elements = chunk_elements
         self._bits = torch.empty(live.numel(), dtype=bits_dtype(live.dtype))
+        self.visited = 0
         stored = bit_view(live.detach())
         for start, stop in self.chunks():
             self._bits[start:stop] = flat_part(stored, start, stop)
@@ -46,6 +50,7 @@ class Tracker:
 
     def committed(self, start: int, stop: int) -> torch.Tensor:
         """A copy of the committed bits [start, stop)."""
+        self.visited = stop
         return self._bits[start:stop].clone()
 
     def live(self, live: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -56,6 +61,7 @@ class Tracker:
         """
         stored = self._checked(live)
         for start, stop in self.chunks():
+            self.visited = stop
             yield start, flat_part(stored, start, stop).clone()
 
     def differences(self, live: torch.Tensor) -> Iterator[Difference]:
@@ -71,6 +77,7 @@ class Tracker:
         kernels = stream_kernels([stored])
         for start, stop, old in chunks_on(stored.device, self._bits, tuple(self.chunks())):
             found = kernels.differences(old, flat_part(stored, start, stop), start)
+            self.visited = stop
             if found.positions.numel():
                 yield found
 

@@ -37,11 +37,13 @@ class FolderDelivery:
     """
 
     look_pause = LookPause()  # a look costs next to nothing
+    kind = "file"
 
     def __init__(self, root: Path) -> None:
         if not root.is_absolute():
             raise RefusedError(f"delivery folder {root}: the path must be absolute")
         self._root = root
+        self.place = f"file://{root}"
         self._staging = root / ".staging"
         self._counter = TrafficCounter()
         with self._errors("opening it"):

@@ -6,6 +6,7 @@ the manifest that ends them, without ever listing::
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/SEQUENCE.payload
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/manifest
     RECORD/EPOCH/contents/OWNER/INCARNATION/CONTENT-DIGEST
+    RECORD/meeting/LEADER
 
 Numbers have 20 decimal digits.  In names every byte outside ``[A-Za-z0-9_-]`` is written ``=XX`` (hexadecimal); a name
 longer than 120 characters after that is cut to 80 and ends in ``=.`` and the SHA-256 of the whole.
@@ -74,9 +75,13 @@ class Delivery(Protocol):
 
     Attributes:
         look_pause: how long a reader should wait between two looks for the same object.
+        kind: ``file``, ``s3`` or ``relay``: one that reads and one that writes must be of the same.
+        place: where objects are, for people.
     """
 
     look_pause: LookPause
+    kind: str
+    place: str
 
     @property
     def traffic(self) -> Traffic:
@@ -166,6 +171,16 @@ def contents_key(record_id: str, epoch: int, owner: str, owner_incarnation: int,
     )
 
 
+def meeting_key(record_id: str, leader: str) -> str:
+    """The key of what a leader leaves for nodes to find; RefusedError as for ``payload_key``."""
+    return f"{meeting_prefix(record_id)}{_name('leader', leader)}"
+
+
+def meeting_prefix(record_id: str) -> str:
+    """The prefix of what leaders of a record leave; RefusedError as for ``payload_key``."""
+    return f"{_record_prefix(record_id)}meeting/"
+
+
 def epoch_prefix(record_id: str, epoch: int) -> str:
     """The prefix of everything that was emitted in an epoch; RefusedError as for ``payload_key``."""
     return f"{_record_prefix(record_id)}{_number('epoch', epoch)}/"
@@ -175,12 +190,25 @@ def sweep(delivery: Delivery, record_id: str, epoch_min: int) -> None:
     """Delete what was emitted for a record in epochs below ``epoch_min``, and what dead writers left unfinished.
 
     Whoever calls it takes an ``epoch_min`` that is not above K's epoch.
+
+    Raises:
+        DeliveryError: something could not be deleted: the first of it; all else was.
     """
     prefix = _record_prefix(record_id)
+    failed: list[DeliveryError] = []
     for segment in delivery.segments(prefix):
         if _EPOCH.fullmatch(segment) and int(segment) < epoch_min:
-            delivery.delete_prefix(epoch_prefix(record_id, int(segment)))
-    delivery.tidy(prefix)
+            try:
+                delivery.delete_prefix(epoch_prefix(record_id, int(segment)))
+            except DeliveryError as e:  # one epoch that stays, for whatever reason, must not keep all later ones
+                failed.append(e)
+    try:
+        delivery.tidy(prefix)
+    except DeliveryError as e:
+        failed.append(e)
+    if failed:
+        more = f" (and {len(failed) - 1} more failures)" if len(failed) > 1 else ""
+        raise DeliveryError(f"{failed[0]}{more}") from failed[0]
 
 
 def _record_prefix(record_id: str) -> str:

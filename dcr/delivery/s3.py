@@ -79,8 +79,11 @@ class S3Delivery:
         DeliveryError: the bucket cannot be listed: the error says whether endpoint, bucket or credentials are wrong.
     """
 
+    kind = "s3"
+
     def __init__(self, place: S3Address) -> None:
         self._place = place
+        self.place = str(place)
         self._bucket, self._root = place.bucket, place.prefix
         self._counter = TrafficCounter()
         self._requests = S3Requests(place, self._counter)
@@ -144,8 +147,10 @@ class S3Delivery:
         try:
             self._requests.call(
                 f"storing {key} ({len(data)} bytes)",
-                lambda client, _: client.put_object(
-                    **self._at(key), Body=data, IfNoneMatch="*", ChecksumCRC32=crc, Metadata={_DIGEST: digest}
+                lambda client, _: _answered(
+                    client.put_object(
+                        **self._at(key), Body=data, IfNoneMatch="*", ChecksumCRC32=crc, Metadata={_DIGEST: digest}
+                    )
                 ),
                 bytes_up=len(data),
                 expected=(_TAKEN,),
@@ -158,8 +163,9 @@ class S3Delivery:
         """Send every part; nothing is to be seen of them until they are completed."""
         answer = self._requests.call(
             f"beginning to store {key} ({len(data)} bytes)",
-            lambda client, _: client.create_multipart_upload(
-                **self._at(key), ChecksumAlgorithm="CRC32", Metadata={_DIGEST: digest}
+            lambda client, _: _answered(
+                client.create_multipart_upload(**self._at(key), ChecksumAlgorithm="CRC32", Metadata={_DIGEST: digest}),
+                "UploadId",
             ),
         )
         upload = _Upload(key, answer["UploadId"])
@@ -169,8 +175,10 @@ class S3Delivery:
             crc, number = _crc(part), index + 1
             sent = self._requests.call(
                 f"storing part {number} of {key} ({len(part)} bytes)",
-                lambda client, _: client.upload_part(
-                    **self._at(key), UploadId=upload.upload_id, PartNumber=number, Body=part, ChecksumCRC32=crc
+                lambda client, _: _answered(
+                    client.upload_part(
+                        **self._at(key), UploadId=upload.upload_id, PartNumber=number, Body=part, ChecksumCRC32=crc
+                    )
                 ),
                 bytes_up=len(part),
             )
@@ -192,13 +200,15 @@ class S3Delivery:
         try:
             self._requests.call(
                 f"completing {upload.key} of its {len(parts)} parts",
-                lambda client, _: client.complete_multipart_upload(
-                    **self._at(upload.key),
-                    UploadId=upload.upload_id,
-                    MultipartUpload={"Parts": parts},
-                    IfNoneMatch="*",
+                lambda client, _: _answered(
+                    client.complete_multipart_upload(
+                        **self._at(upload.key),
+                        UploadId=upload.upload_id,
+                        MultipartUpload={"Parts": parts},
+                        IfNoneMatch="*",
+                    )
                 ),
-                expected=(_TAKEN, _BAD, _MISSING, _CONFLICT, _BAD),
+                expected=(_TAKEN, _BAD, _MISSING, _CONFLICT),
             )
         except S3AnswerError as e:
             return e
@@ -225,7 +235,9 @@ class S3Delivery:
         """Size and digest of what a key holds."""
         try:
             answer = self._requests.call(
-                f"reading back {key}", lambda client, _: client.head_object(**self._at(key)), expected=(_MISSING,)
+                f"reading back {key}",
+                lambda client, _: _answered(client.head_object(**self._at(key))),
+                expected=(_MISSING,),
             )
         except S3AnswerError:
             return None
@@ -275,6 +287,7 @@ class S3Delivery:
             answer = client.get_object(**self._at(key), **query)
             body = answer["Body"]
             try:
+                _answered(answer)
                 length, size = int(answer["ContentLength"]), _size(answer)
                 if size > size_max:
                     raise RefusedError(f"object {key} in {self._place}: {size} bytes, more than the {size_max} allowed")
@@ -349,16 +362,21 @@ class S3Delivery:
         for page in self._pages(f"listing {prefix}", self._root + prefix, {}):
             if not (keys := _keys(page)):
                 continue
-            doomed = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-            answer = self._requests.call(
-                f"deleting {prefix}",
-                lambda client, _, doomed=doomed: client.delete_objects(Bucket=self._bucket, Delete=doomed),  # type: ignore[misc]
-            )
+            answer = self._requests.call(f"deleting {prefix}", lambda client, _, keys=keys: self._delete(client, keys))  # type: ignore[misc]
             if errors := answer.get("Errors"):
                 raise DeliveryError(
                     f"delivery store {self._place}: deleting {prefix}: {len(errors)} objects were not deleted, first "
                     f"{errors[0].get('Key')}: {errors[0].get('Code')} {errors[0].get('Message')}"
                 )
+
+    def _delete(self, client: Any, keys: list[str]) -> dict[str, Any]:
+        answer: dict[str, Any] = client.delete_objects(
+            Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in keys]}
+        )
+        told = len(answer.get("Deleted", [])) + len(answer.get("Errors", []))
+        if told != len(keys):
+            raise DamagedAnswerError(f"{told} of {len(keys)} objects to delete were answered for")
+        return answer
 
     def tidy(self, prefix: str) -> None:
         """See Delivery: aborts uploads that are older than ``upload_age_max_s`` by the store's clock."""
@@ -367,8 +385,8 @@ class S3Delivery:
         while True:
             page = self._requests.call(
                 f"listing uploads below {prefix}",
-                lambda client, _, marker=marker: client.list_multipart_uploads(  # type: ignore[misc]
-                    Bucket=self._bucket, Prefix=self._root + prefix, **marker
+                lambda client, _, marker=marker: _answered(  # type: ignore[misc]
+                    client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._root + prefix, **marker), "Bucket"
                 ),
             )
             now = _date(page)
@@ -394,7 +412,7 @@ class S3Delivery:
         query = {"MaxKeys": _PAGE_KEYS, **query}
         found: dict[str, Any] = self._requests.call(
             stage,
-            lambda client, _: client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **query),
+            lambda client, _: _answered(client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **query), "Name"),
             tries_max=tries_max,
         )
         return found
@@ -411,6 +429,13 @@ class S3Delivery:
 def _crc(data: bytes) -> str:
     """CRC-32 as S3 writes it; the store compares it with what came."""
     return base64.b64encode(zlib.crc32(data).to_bytes(4)).decode()
+
+
+def _answered(answer: dict[str, Any], field_name: str = "ETag") -> dict[str, Any]:
+    """The answer, if it is one of S3: what a portal or a wrong server says with status 200 lacks what must be there."""
+    if not answer.get(field_name):
+        raise DamagedAnswerError(f"an answer without {field_name}, as no S3 server gives")
+    return answer
 
 
 def _size(answer: dict[str, Any]) -> int:

@@ -55,6 +55,10 @@ _CREDENTIALS = (
     "check what boto3 finds where this process runs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, the "
     "machine's role) and the rights that docs/delivery.md lists"
 )
+_SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
+_FULL_STATUS = 507
+_FULL = {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "QuotaExceededException"}
 _UNREACHABLE = "check the address's endpoint, the network, and that the server runs"
 
 
@@ -233,6 +237,12 @@ def _refusal(error: ClientError) -> _Fault:
         wait = str(metadata.get("HTTPHeaders", {}).get("retry-after", ""))
         pause = min(float(wait), _BACKOFF_MAX_S) if wait.isdecimal() else 0.0
         return _Fault("throttled", again=True, advice="the store asks for less: fewer nodes at once", pause_min_s=pause)
+    if status == _FULL_STATUS or code in _FULL:
+        return _Fault("store full", again=True, advice="free some space there or raise the quota")
+    if code in _SKEWED:
+        return _Fault("clocks differ", again=False, advice="set this machine's clock, or the server's (NTP)")
+    if code in _EXPIRED:
+        return _Fault("credentials expired", again=False, advice=_CREDENTIALS)
     if code in _DAMAGED:
         return _Fault("damaged request", again=True, advice="check what lies between here and the store")
     if status >= 500 or code == "RequestTimeout":  # noqa: PLR2004 - HTTP

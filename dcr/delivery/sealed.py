@@ -28,11 +28,12 @@ class SealedDelivery:
         secret: of the record; whoever holds it is trusted to write.
 
     Attributes:
-        look_pause: of the inner one.
+        look_pause: of the inner one, as kind and place are.
     """
 
     def __init__(self, inner: Delivery, secret: bytes) -> None:
         self.look_pause = inner.look_pause
+        self.kind, self.place = inner.kind, inner.place
         self._inner = inner
         self._secret = hmac.digest(secret, b"dcr delivered objects", "sha256")
 

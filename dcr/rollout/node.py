@@ -1,5 +1,6 @@
 """The rollout side's front door: the engines of one host, kept at the committed version."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from dcr.runtime.contents import ReadbackReport
 from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress import EngineStatus
+from dcr.runtime.progress_log import ProgressLog, Steps
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
 from dcr.runtime.registry import RelayDirectory
@@ -30,6 +32,8 @@ from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory
+
+_log = logging.getLogger("dcr.node")
 
 
 class RolloutEngine(Engine, Protocol):
@@ -93,12 +97,14 @@ class RolloutNode:
             raise RefusedError(f"a node takes one engine or several, each with a name of its own, not {names}")
         self._agents: dict[str, NodeAgent] = {}
         self._closing = threading.Lock()
-        with ExitStack() as opened:
+        with ExitStack() as opened, Steps(_log, f"node of {', '.join(names)}") as step:
             claims: dict[str, Claim] = {}
             for engine in all_engines:
                 claims[engine.name] = Claim(engine.runtime, engine.name)
                 opened.callback(claims[engine.name].release)
+            step("reads and digests the checkpoints that its engines were started from")
             known = {e.name: _checkpoint_of(e, specs) for e in all_engines}
+            step("opens the control plane and the delivery")
             plane = open_control_plane(control)
             opened.callback(plane.close)
             secret = load_or_create_secret(secret_path(control))
@@ -112,6 +118,7 @@ class RolloutNode:
             )
             opened.callback(self._reception.close)
             for engine in all_engines:
+                step(f"learns how the weights of engine {engine.name} lie in its storage")
                 tensors, digest, checkpoint = known[engine.name]
                 agent = NodeAgent(
                     engine,
@@ -129,6 +136,7 @@ class RolloutNode:
                 self._agents[engine.name] = agent
                 claims[engine.name].until(partial(getattr, agent, "ended"))
                 opened.callback(agent.close)
+            opened.callback(ProgressLog(_log, "dcr-progress", self._under_way).close)
             self._opened = opened.pop_all()
 
     @property
@@ -156,6 +164,10 @@ class RolloutNode:
     def statuses(self) -> dict[str, EngineStatus]:
         """What each engine does now, and why it does not serve if it does not."""
         return {name: agent.status for name, agent in self._agents.items()}
+
+    def _under_way(self) -> Mapping[str, str]:
+        found = {name: agent.status.refit for name, agent in self._agents.items()}
+        return {name: f"engine {name}, {status}" for name, status in found.items() if status is not None}
 
     @property
     def received(self) -> tuple[int, int]:

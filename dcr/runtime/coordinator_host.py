@@ -1,6 +1,7 @@
 """The coordinator host: carries out the coordinator role's effects; by default in the trainer's first rank."""
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from dcr.control_plane.interface import (
 )
 from dcr.data_plane.payload import WIRE_VERSION
 from dcr.delivery.interface import Delivery
+from dcr.delivery.meeting import leave_sign
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.errors import RefusedError
@@ -38,15 +40,20 @@ from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
 from dcr.runtime.channel_address import ChannelAddress
+from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
 from dcr.runtime.observer import Observer, guarded, log_step
-from dcr.runtime.registry import register_leader
+from dcr.runtime.registry import register_leader, register_meeting
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.sweeper import Sweeper
 from dcr.runtime.verification import Verification
 
 _log = logging.getLogger("dcr.coordinator")
+_STATUS_S = 0.2
+"""How old the status may be."""
+_SILENT_S = 10.0
+"""A node that is connected for so long and asks for nothing is told of."""
 _MEMBER_REPORTS = (Join, Prepared, Staged, Acknowledged, AttemptFailed, Serving, ContentsCompared)
 
 
@@ -111,6 +118,8 @@ class CoordinatorHost:
         )
         self._deadline: tuple[float, int] | None = None
         self._fatal = ""
+        self._status = fleet_status(self._role)
+        self._silent: dict[Peer, float] = {}  # nodes that ask for nothing, and when that is told
         self._stop = threading.Event()
         self._events: queue.Queue[Callable[[], Sequence[effects_.Effect]]] = queue.Queue(settings.events_max)
         try:
@@ -127,7 +136,12 @@ class CoordinatorHost:
                 f"port that is free"
             ) from e
         self._sweeper = Sweeper(delivery, record_id)
-        register_leader(control, record_id, self._hub.address)
+        try:
+            register_meeting(control, record_id, leave_sign(delivery, record_id, leader))
+            register_leader(control, record_id, self._hub.address)
+        except BaseException:
+            self._hub.close()
+            raise
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
 
@@ -135,6 +149,11 @@ class CoordinatorHost:
     def address(self) -> str:
         """Where owners and nodes reach it; see ``channel_address.HubAddress``."""
         return self._hub.address
+
+    @property
+    def status(self) -> FleetStatus:
+        """Whom it waits for, as of a moment ago."""
+        return self._status
 
     def abandon(self) -> None:
         """Abandon a stopped transition; torn engines are restored (DESIGN D17)."""
@@ -212,9 +231,15 @@ class CoordinatorHost:
         return self._role.owner_report(report)
 
     def _loop(self) -> None:
-        next_look = 0.0
+        next_look = next_status = 0.0
         while not self._stop.is_set():
             wait = 0.1
+            if time.monotonic() >= next_status:
+                next_status = time.monotonic() + _STATUS_S
+                try:
+                    self._take_stock()
+                except Exception:  # noqa: BLE001 - what is told of must not suffer from the telling
+                    _log.exception("coordinator %s: its status could not be told", self._leader)
             self._act(self._verification.look)
             if time.monotonic() >= next_look and not self._fatal:
                 next_look = time.monotonic() + self._settings.record_poll_s
@@ -230,6 +255,23 @@ class CoordinatorHost:
                 self._act(self._events.get(timeout=wait))
             except queue.Empty:
                 continue
+
+    def _take_stock(self) -> None:
+        """Bring the status up to date, and tell once of a node that is connected and asks for nothing."""
+        nodes = {peer for (role, _), peer in self._peers.items() if role == "node"}
+        self._status = fleet_status(self._role, [(peer.name, peer.incarnation) for peer in nodes])
+        now = time.monotonic()
+        silent = {peer for peer in nodes if peer.name in self._status.not_joined}
+        self._silent = {peer: self._silent.get(peer, now + _SILENT_S) for peer in silent}
+        for peer, due in self._silent.items():
+            if now >= due:
+                self._silent[peer] = math.inf
+                _log.warning(
+                    "%s is connected and has not asked to be let in for %.0f s: does it look where this trainer "
+                    "delivers? Its own log says why",
+                    peer,
+                    _SILENT_S,
+                )
 
     def _act(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
         try:

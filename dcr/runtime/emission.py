@@ -1,11 +1,12 @@
 """One owner's emission of one epoch: from changes to delivered payloads to a manifest (paper sections 4 to 7)."""
 
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from dcr.data_plane.bucket import pack
 from dcr.data_plane.change_counts import ChangeCount
@@ -18,15 +19,12 @@ from dcr.delivery.interface import Delivery, payload_key
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, SealedPayload
 from dcr.protocol.messages import Emit
-from dcr.runtime.pipeline import CancelledError, Pipeline, Stage
+from dcr.runtime.pipeline import CancelledError, Pipeline, Stage, StageProgress
+from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 
-_log = logging.getLogger("dcr.owner")
 _T = TypeVar("_T")
-
-_TELL_S = 5.0
-"""How often an emission that takes long says how far it is."""
 
 
 class Emission:
@@ -58,6 +56,11 @@ class Emission:
         self._settings = settings
         self._changes: Iterator[Change] = iter(())
         self._back = order.base.kind is not Kind.RESTORE and order.target == order.base.version
+        self._pipeline: Pipeline | None = None
+        self._buckets: int | None = None  # in all, once everything is found
+        self._moved = LastMove()
+        self._started = False
+        self._ended: RefitStatus | None = None
         self.begun = False
         """True once a payload may have left."""
         self.found: ContentDigest | None = None
@@ -75,6 +78,53 @@ class Emission:
             CancelledError: ``cancelled`` was set.
             DcrError: detection was refused, the candidate is not what it was, or the store failed.
         """
+        self._started = True
+        try:
+            return self._run(candidate_digest)
+        finally:
+            # What comes after it, the fold for one, goes over the same elements and is none of it.
+            self._ended, self._pipeline = msgspec.structs.replace(self.status, held_up_by=""), None
+
+    @property
+    def over(self) -> bool:
+        """Whether ``run`` has ended, however."""
+        return self._ended is not None
+
+    @property
+    def status(self) -> RefitStatus:
+        """How far it is, or was when it ended; from any thread."""
+        if self._ended is not None:
+            return self._ended
+        pipeline = self._pipeline
+        through = {} if pipeline is None else pipeline.progress()
+        encode, deliver = (through.get(name, StageProgress()) for name in ("encode", "deliver"))
+        compared, elements = self._source.compared
+        detect = StageStatus(
+            "detect", compared if self._started else 0, "elements", elements, seconds=self.seconds["detect"]
+        )
+        stages = (detect, self._of("encode", encode), self._of("deliver", deliver))
+        return self._moved.status(self.order.epoch, self._what, stages, self._held_up_by(encode, deliver))
+
+    def _of(self, name: str, p: StageProgress) -> StageStatus:
+        return StageStatus(name, p.done, "payloads", self._buckets, p.bytes, p.waiting, p.seconds)
+
+    @property
+    def _what(self) -> str:
+        o = self.order
+        if o.base.kind is Kind.RESTORE:
+            return f"restoring version {o.target}"
+        versions = f"back to version {o.target}" if self._back else f"version {o.base.version} -> {o.target}"
+        return f"{versions}, {o.base.kind.value}"
+
+    def _held_up_by(self, encode: StageProgress, deliver: StageProgress) -> str:
+        """The last stage that others wait for: one that has work waiting, or else the first that is at work."""
+        if deliver.waiting or (deliver.running and self._buckets is not None and not encode.running + encode.waiting):
+            return f"deliver: {deliver.running} payloads are on their way to the store"
+        if encode.waiting or (encode.running and self._buckets is not None):
+            return "encode"
+        return "detect"
+
+    def _run(self, candidate_digest: ContentDigest | None) -> Manifest:
         o = self.order
         if candidate_digest is not None and o.base.kind is not Kind.RESTORE:
             self._check_candidate(candidate_digest)
@@ -109,41 +159,26 @@ class Emission:
         """Find, encode and deliver payload by payload; the lines that the manifest has of them."""
         o, bounds = self.order, self._settings
         stages = (
-            Stage("encode", self._encode, bounds.encode_threads),
-            Stage("deliver", self._send, bounds.deliver_threads),
+            Stage("encode", self._encode, bounds.encode_threads, lambda encoded: encoded[0].size_bytes),
+            Stage("deliver", self._send, bounds.deliver_threads, lambda sealed: sealed.size_bytes),
         )
         name = f"dcr-{self._source.owner}-epoch-{o.epoch}"
         pipeline = Pipeline(
             name, stages, ahead=bounds.buckets_ahead, cancelled=self.cancelled, stop_timeout_s=bounds.delivery_timeout_s
         )
-        told = time.monotonic()
+        self._pipeline = pipeline
         with pipeline:
             try:
+                number = -1
                 for number, items in enumerate(self._timed(pack(self._items(), bounds.bucket_bytes), "detect")):
                     found = time.perf_counter()
                     pipeline.put((number, items))
                     self.seconds["blocked"] += time.perf_counter() - found
-                    if time.monotonic() - told > _TELL_S:
-                        told = time.monotonic()
-                        self._tell(pipeline)
+                self._buckets = number + 1
                 return pipeline.join()
             finally:
                 for stage_name, progress in pipeline.progress().items():
                     self.seconds[stage_name] = progress.seconds
-
-    def _tell(self, pipeline: Pipeline) -> None:
-        stages = pipeline.progress()
-        delivered, encoded = stages["deliver"], stages["encode"]
-        _log.info(
-            "%s, epoch %d: %d payloads delivered, %d on their way, %d encoded, %d not yet; detection waited %.1f s",
-            self._source.owner,
-            self.order.epoch,
-            delivered.done,
-            delivered.running,
-            delivered.waiting,
-            encoded.waiting + encoded.running,
-            self.seconds["blocked"],
-        )
 
     def _encode(self, bucket: tuple[int, Sequence[Item]]) -> tuple[SealedPayload, bytes]:
         number, items = bucket

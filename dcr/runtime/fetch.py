@@ -42,6 +42,8 @@ class Fetch:
 
     Attributes:
         bytes: payload bytes that the ranks have taken so far.
+        payloads: how many payloads those were.
+        with_ranks: whether the ranks have one at this moment.
     """
 
     def __init__(
@@ -55,6 +57,8 @@ class Fetch:
     ) -> None:
         self.order = order
         self.bytes = 0
+        self.payloads = 0
+        self.with_ranks = False
         self._inbox = inbox
         self._call = call
         self._ahead = ahead
@@ -67,6 +71,21 @@ class Fetch:
     def done(self) -> bool:
         """True when everything that the manifests list has reached the ranks."""
         return all(s.done for s in self._owners)
+
+    @property
+    def total(self) -> int | None:
+        """How many payloads the manifests list; None while one has not come."""
+        totals = [s.total for s in self._owners]
+        return None if None in totals else sum(total for total in totals if total is not None)
+
+    @property
+    def waits_for(self) -> str:
+        """What has not come yet, for people."""
+        left = [s for s in self._owners if not s.done]
+        named = ", ".join(
+            f"payload {s.next}{'' if s.total is None else f' of {s.total}'} of {s.ref.owner}" for s in left[:4]
+        )
+        return named + (f" and {len(left) - 4} more owners" if len(left) > 4 else "")  # noqa: PLR2004 - enough to see
 
     @property
     def traffic(self) -> Traffic:
@@ -133,6 +152,7 @@ class Fetch:
         answers, good = self._deliver(source, request)
         if good:
             self.bytes += request.data.size if isinstance(request.data, Shared) else len(request.data)
+            self.payloads += 1
             self._inbox.payload_taken(request.identity)
             source.next += 1
         else:
@@ -150,7 +170,9 @@ class Fetch:
 
     def _deliver(self, source: "_Source", request: Payload | SealedManifest) -> tuple[list[Answers], bool]:
         """Hand an object to the ranks; what they answered, and whether all of them took it."""
+        self.with_ranks = True
         answers = self._call(request)
+        self.with_ranks = False
         refused = {rank: a for rank, a in answers.items() if a.refused}
         if not refused:
             source.tries = 0

@@ -12,21 +12,13 @@ from itertools import groupby
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import TensorSpec
-from dcr.data_plane.payload import WIRE_VERSION
 from dcr.protocol import node as role
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import (
-    CONTROL_VERSION,
-    Acknowledged,
-    AttemptFailed,
     CompareContents,
-    Join,
     OpenApply,
-    Prepared,
     Report,
-    Serving,
-    Staged,
     decode_order,
     encode_message,
 )
@@ -38,7 +30,9 @@ from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents import ReadbackError, ReadbackReport
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.gate_keeper import GateKeeper
-from dcr.runtime.node_events import Arrived, Asked, Connected, Tables
+from dcr.runtime.meeting import Meeting
+from dcr.runtime.node_events import Arrived, Asked, Connected, Looked, Tables
+from dcr.runtime.node_reports import NodeReports
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.progress import EngineStatus, Progress
 from dcr.runtime.rank_messages import Attach, Learn, WireSpec
@@ -49,8 +43,6 @@ from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
 from dcr.runtime.storage_check import StorageCheck
-
-OPERATIONS = ("add", "xor")
 
 _log = logging.getLogger("dcr.node")
 
@@ -127,7 +119,7 @@ class NodeAgent:
         self._fetch: Fetch | None = None
         self._warned = ""
         self._stop = threading.Event()
-        self._events: queue.Queue[Arrived | Connected | Asked | Tables] = queue.Queue(settings.events_max)
+        self._events: queue.Queue[Arrived | Connected | Looked | Asked | Tables] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
             Peer("node", name, self.attached.incarnation),
@@ -136,7 +128,16 @@ class NodeAgent:
             credentials=credentials,
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
-        self._progress = Progress(self._role, self._ranks, self._gate, self._spoke, record_id)
+        self._reports = NodeReports(name, self.attached, self._ranks, self._send)
+        self._meeting = Meeting(
+            name,
+            record_id,
+            control,
+            inbox,
+            lambda problem: self._events.put(Looked(problem), timeout=settings.connect_timeout_s),
+            self._join,
+        )
+        self._progress = Progress(self._role, self._ranks, self._gate, self._spoke, self._meeting, record_id)
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
         self._gate.start()
         self._thread.start()
@@ -240,6 +241,7 @@ class NodeAgent:
                     self._do([role.ReadRecord()])
                     self._check_lease()
                     self._follow_leader()
+                self._meeting.look()
         except ReadbackError as e:
             self._give_up(str(e))
             self._leave()
@@ -263,16 +265,20 @@ class NodeAgent:
             except DcrError as e:
                 _log.warning("engine %s, leaving: %s", self._name, e)
 
-    def _take(self, event: Arrived | Connected | Asked | Tables) -> None:
-        if isinstance(event, Connected):
-            self._send(self._join())
-            return
-        if isinstance(event, Asked):
-            self._answer(event.answer)
-            return
-        if isinstance(event, Tables):
-            self._compare(event)
-            return
+    def _take(self, event: Arrived | Connected | Looked | Asked | Tables) -> None:
+        match event:
+            case Connected():
+                self._meeting.begin()
+            case Looked():
+                self._meeting.found(event.problem)
+            case Asked():
+                self._answer(event.answer)
+            case Tables():
+                self._compare(event)
+            case Arrived():
+                self._obey(event)
+
+    def _obey(self, event: Arrived) -> None:
         try:
             order = decode_order(event.data)
             if isinstance(order, CompareContents):
@@ -327,23 +333,14 @@ class NodeAgent:
                 if self._fetch is not None and self._fetch.order.epoch <= effect.epoch:
                     self._fetch = None
                 self._inbox.passed(effect.epoch)
-            case role.ReportPrepared():
-                self._send(Prepared(self._name, self.attached.incarnation, effect.epoch, effect.state))
-            case role.ReportStaged():
-                self._send(Staged(self._name, self.attached.incarnation, effect.epoch))
-            case role.ReportAcknowledged():
-                seconds = self._ranks.seconds
-                self._send(Acknowledged(self._name, self.attached.incarnation, effect.epoch, effect.root, seconds))
-            case role.ReportFailed():
-                self._send(
-                    AttemptFailed(self._name, self.attached.incarnation, effect.epoch, effect.reason, self._ranks.state)
-                )
-            case role.ReportServing():
-                self._send(Serving(self._name, self.attached.incarnation, effect.epoch, effect.version))
             case role.AskToJoin():
-                self._send(self._join())
+                self._meeting.ask()
             case role.GiveUp():
                 self._give_up(effect.reason)
+            case role.ToRank():
+                raise AssertionError("orders to ranks go out together: see _do")
+            case _:
+                self._reports.report(effect)
 
     # ------------------------------------------------------------ effects
 
@@ -477,21 +474,11 @@ class NodeAgent:
 
     # ------------------------------------------------------------ the leader
 
-    def _join(self) -> Join:
+    def _join(self) -> None:
         self._progress.joins(self._ranks.state)
-        return Join(
-            self._name,
-            self.attached.incarnation,
-            CONTROL_VERSION,
-            WIRE_VERSION,
-            OPERATIONS,
-            self._ranks.state,
-            self.attached.set_only,
-            self.attached.refused,
-        )
+        self._reports.join()
 
     def _send(self, report: Report) -> None:
-        # A report that is lost is made up for: on the next connection the leader hears of the state anew.
         self._spoke.send(encode_message(report))
 
     def _give_up(self, reason: str) -> None:

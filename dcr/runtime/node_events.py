@@ -22,6 +22,14 @@ class Connected:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """The delivery was looked at for what the leader left there."""
+
+    problem: str
+    """Why it is not to be seen; empty if it is, or if that cannot be told."""
+
+
+@dataclass(frozen=True)
 class Asked:
     """Somebody wants to know what storage holds."""
 

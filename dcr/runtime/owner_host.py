@@ -43,6 +43,7 @@ from dcr.runtime.contents_table import encode_table
 from dcr.runtime.emission import Emission
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.pipeline import CancelledError
+from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
@@ -142,6 +143,18 @@ class OwnerHost:
     def wait_connected(self) -> None:
         """Wait until the coordinator has this owner's connection; ChannelTimeoutError after ``connect_timeout_s``."""
         self._spoke.wait_connected(self._settings.connect_timeout_s)
+
+    @property
+    def status(self) -> RefitStatus | None:
+        """How far the emission that began last is; None before the first."""
+        emission = self._emission
+        return None if emission is None else emission.status
+
+    @property
+    def emitting(self) -> bool:
+        """Whether an emission is under way."""
+        emission = self._emission
+        return emission is not None and not emission.over and not emission.cancelled.is_set()
 
     def push(self) -> Outcome:
         """Offer the weights as a candidate and wait for the outcome; they must not change until this returns.

@@ -29,11 +29,13 @@ class Stage:
         name: what errors and reports call it.
         work: from what the stage before it gave to what the next one takes; may raise anything.
         threads: how many pieces are worked on at once.
+        size: bytes of what ``work`` gave, for the stage's progress.
     """
 
     name: str
     work: Callable[[Any], Any]
     threads: int
+    size: Callable[[Any], int] = lambda _result: 0
 
 
 @dataclass
@@ -45,12 +47,14 @@ class StageProgress:
         running: pieces that are worked on.
         done: pieces that went through.
         seconds: that its threads have worked, added up.
+        bytes: of what it gave.
     """
 
     waiting: int = 0
     running: int = 0
     done: int = 0
     seconds: float = 0.0
+    bytes: int = 0
 
 
 class Pipeline:
@@ -103,7 +107,7 @@ class Pipeline:
         """How far each stage is, by name."""
         with self._changed:
             return {
-                stage.name: StageProgress(len(waiting), p.running, p.done, p.seconds)
+                stage.name: StageProgress(len(waiting), p.running, p.done, p.seconds, p.bytes)
                 for stage, waiting, p in zip(self._stages, self._waiting, self._progress, strict=True)
             }
 
@@ -190,6 +194,7 @@ class Pipeline:
                     self._error = self._error or error
                 else:
                     progress.done += 1
+                    progress.bytes += self._stages[place].size(result)
                     self._pass_on(place, index, result)
                 self._changed.notify_all()
             del result

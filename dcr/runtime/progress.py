@@ -2,7 +2,6 @@
 
 import logging
 import time
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -13,10 +12,13 @@ from dcr.protocol.record import CommitRecord, Member
 from dcr.protocol.step import Step
 from dcr.runtime.fetch import Fetch
 from dcr.runtime.gate_keeper import GateKeeper
+from dcr.runtime.meeting import Meeting
 from dcr.runtime.ranks import Ranks
+from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus, utc
 from dcr.runtime.spoke import Spoke
 
 _log = logging.getLogger("dcr.node")
+_COMMIT = "the commit"
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -35,6 +37,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """The engine is out of service: it does not serve again by itself."""
     last_error: str
     """The last thing that went wrong, which may be over; empty if nothing did."""
+    refit: RefitStatus | None = None
+    """How far the attempt or restore is that is under way here; None if none is."""
 
 
 class Progress:
@@ -45,17 +49,23 @@ class Progress:
         ranks: the engine's ranks.
         gate: its gate and its lease.
         spoke: the connection to the leader.
+        meeting: whether it may join.
         record_id: the record that the engine obeys.
     """
 
-    def __init__(self, node: role.Node, ranks: Ranks, gate: GateKeeper, spoke: Spoke, record_id: str) -> None:
+    def __init__(  # noqa: PLR0917 - all that there is to tell of
+        self, node: role.Node, ranks: Ranks, gate: GateKeeper, spoke: Spoke, meeting: Meeting, record_id: str
+    ) -> None:
         self._node = node
         self._ranks = ranks
         self._gate = gate
         self._spoke = spoke
+        self._meeting = meeting
         self._record_id = record_id
         self._order: Prepare | None = None
         self._fetch: Fetch | None = None
+        self._moved = LastMove()
+        self._ended = ""  # what is waited for once this engine has done what it could of the order
         self._record: CommitRecord | None = None
         self._since = time.time()
         self._closing = self._since
@@ -73,7 +83,8 @@ class Progress:
 
     def ordered(self, order: Prepare) -> None:
         """Every rank is told to prepare."""
-        self._order = order
+        self._order, self._fetch, self._ended = order, None, ""
+        self._moved = LastMove()
         _log.info("engine %s prepares epoch %d: %s", self._node.engine, order.epoch, _what(order))
 
     def fetches(self, fetch: Fetch) -> None:
@@ -101,6 +112,7 @@ class Progress:
             case role.ReportPrepared():
                 _log.info("engine %s prepared epoch %d", name, effect.epoch)
             case role.ReportAcknowledged():
+                self._ended = _COMMIT
                 seconds = self._ranks.seconds
                 stages = ", ".join(f"{stage} {s:.3f} s" for stage, s in sorted(seconds.items()))
                 _log.info(
@@ -113,6 +125,7 @@ class Progress:
                     "nothing" if self._fetch is None else self._fetch.traffic,
                 )
             case role.ReportFailed():
+                self._ended = "the next attempt: this one failed here"
                 self.went_wrong(f"epoch {effect.epoch} failed here: {effect.reason}")
                 _log.warning("engine %s: epoch %d failed here: %s", name, effect.epoch, effect.reason)
             case role.LetIn():
@@ -130,7 +143,7 @@ class Progress:
 
     def went_wrong(self, text: str) -> None:
         """Something failed that need not be the end."""
-        self.last_error = f"{_utc(time.time())} {text}"
+        self.last_error = f"{utc(time.time())} {text}"
 
     def gives_up(self, reason: str) -> None:
         """The engine is out of service."""
@@ -151,8 +164,38 @@ class Progress:
         gate = "closing" if closing else "closed" if serving is None else "open"
         reason = self.why() if gate != "open" or self.failure else ""
         version = serving if gate == "open" else None
-        since = _utc(self._since)
-        return EngineStatus(self._node.engine, version, gate, reason, since, bool(self.failure), self.last_error)
+        failed = bool(self.failure)
+        return EngineStatus(
+            self._node.engine, version, gate, reason, utc(self._since), failed, self.last_error, self.refit()
+        )
+
+    def refit(self) -> RefitStatus | None:
+        """How far the attempt or restore is that is under way; None if none is."""
+        order, fetch = self._order, self._fetch
+        if order is None or self.failure:
+            return None
+        taken, total, size = (0, None, 0) if fetch is None else (fetch.payloads, fetch.total, fetch.bytes)
+        seconds = self._ranks.seconds if taken else {}  # else they may be those of an older epoch
+        written = 0 if order.stage and self._ended != _COMMIT else taken
+        received = StageStatus("receive", taken, "payloads", total, 0 if fetch is None else fetch.traffic.bytes_down)
+        decoded = StageStatus("decode", taken, "payloads", total, seconds=seconds.get("decode", 0.0))
+        applied = StageStatus("apply", written, "payloads", total, seconds=seconds.get("apply", 0.0))
+        staged = (StageStatus("stage", taken, "payloads", total, size),) if order.stage else ()
+        held = self._held_up_by(order, fetch)
+        return self._moved.status(order.epoch, _what(order), (received, decoded, *staged, applied), held)
+
+    def _held_up_by(self, order: Prepare, fetch: Fetch | None) -> str:
+        """What the attempt waits for here."""
+        applying = self._node.applying == order.epoch
+        if self._ended:
+            return self._ended
+        if fetch is None:
+            return "prepare: this engine's gate and ranks, or those of others"
+        if fetch.with_ranks:
+            return "decode and apply" if not order.stage else "decode"
+        if not fetch.done:
+            return f"receive: {fetch.waits_for}"
+        return "apply" if applying else "the other engines, and the leader's order to apply"
 
     def why(self) -> str:
         """What an engine that does not serve waits for."""
@@ -161,12 +204,14 @@ class Progress:
             return f"it is out of service: {self.failure}"
         if self._gate.stale and record is not None:
             since = time.time() - self._gate.age_s
-            return f"lease of the record lost: it was last read at {_utc(since)} ({self.last_error or 'no error'})"
+            return f"lease of the record lost: it was last read at {utc(since)} ({self.last_error or 'no error'})"
         if not self._spoke.connected:
             return (
                 f"no coordinator reached: it has no connection to a trainer that leads record {self._record_id!r}; is "
                 f"one running, with the same control plane? ({self._spoke.trouble})"
             )
+        if self._meeting.problem:
+            return f"it does not ask to be let in: {self._meeting.problem}"
         if order is not None:
             return f"{_what(order)}, epoch {order.epoch}"
         if record is None or Member(node.engine, node.incarnation) not in record.members:
@@ -193,7 +238,3 @@ def _what(order: Prepare) -> str:
     back = order.target == base.version
     versions = f"back to version {order.target}" if back else f"version {base.version} -> {order.target}"
     return f"a transition is being applied: {versions}, {base.kind.value}"
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,5 +1,6 @@
 """What a host has received: each object of the delivery store once, for the ranks of all its engines (DESIGN 6)."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -10,6 +11,7 @@ from typing import Protocol
 
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
+from dcr.delivery.meeting import missed
 from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
@@ -189,6 +191,20 @@ class Reception:
                 then(found)
             except queue.Full:
                 _log.warning("owners' content digests were read, but their engine has no time for them")
+
+        self._readers.submit(job)
+
+    def meet(self, entry: bytes, then: Callable[[str], None]) -> None:
+        """See ``Inbox.meet``."""
+
+        def job() -> None:
+            try:
+                problem = missed(self._delivery, entry)
+            except Exception:  # noqa: BLE001 - an engine that cannot be told goes on as if it had not asked
+                _log.exception("it could not be told whether this node looks where owners deliver")
+                problem = ""
+            with contextlib.suppress(queue.Full):
+                then(problem)
 
         self._readers.submit(job)
 
@@ -392,6 +408,10 @@ class Inbox:
     def tables(self, refs: Sequence[TableRef], then: Callable[[dict[str, ContentDigest] | DcrError], None]) -> None:
         """Hand over what owners' tensors digest to, or why that cannot be read, from a reader's thread."""
         self._reception.tables(refs, then)
+
+    def meet(self, entry: bytes, then: Callable[[str], None]) -> None:
+        """Hand over why what owners deliver cannot be seen here (``delivery.meeting``), from a reader's thread."""
+        self._reception.meet(entry, then)
 
     def payload_taken(self, identity: PayloadIdentity) -> None:
         """The ranks are done with it."""

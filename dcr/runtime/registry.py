@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dcr.control_plane.interface import ControlPlane
 
 _KIND, _NAME = "leader", "address"
+_DELIVERY, _MEETING = "delivery", "meeting"
 _RELAY = "relay"
 
 
@@ -17,6 +18,16 @@ def leader_address(control: ControlPlane, record_id: str) -> str | None:
     """Where the leader of this record listens; None if nobody has said so."""
     value = control.lookup(record_id, _KIND, _NAME)
     return None if value is None else value.decode()
+
+
+def register_meeting(control: ControlPlane, record_id: str, entry: bytes) -> None:
+    """Say where the owners of this record deliver; see ``dcr.delivery.meeting``.  Comes before ``register_leader``."""
+    control.register(record_id, _DELIVERY, _MEETING, entry)
+
+
+def meeting(control: ControlPlane, record_id: str) -> bytes | None:
+    """Where the owners of this record deliver; None if nobody has said so."""
+    return control.lookup(record_id, _DELIVERY, _MEETING)
 
 
 class RelayDirectory:

@@ -51,6 +51,14 @@ class Source(Protocol):
         """
         ...
 
+    @property
+    def compared(self) -> tuple[int, int]:
+        """How many source elements the last ``changes`` has looked at, and how many there are; from any thread.
+
+        A fold looks at them once more.
+        """
+        ...
+
     def changes(self, kind: Kind) -> Iterator[Change]:
         """What has to be sent: changed elements against the baseline, or every element for dense and restore kinds.
 

@@ -101,6 +101,11 @@ class Share:
         return self._changes_found
 
     @property
+    def compared(self) -> tuple[int, int]:
+        """See :attr:`dcr.runtime.source.Source.compared`."""
+        return sum(s.tracker.visited for s in self._shards), sum(s.tracker.numel for s in self._shards)
+
+    @property
     def folding(self) -> bool:
         """Whether a fold has begun and not ended (D13); only ``fold`` again ends it."""
         return self._folding
@@ -124,6 +129,8 @@ class Share:
             raise RefusedError(f"owner {self.owner} is folding: it emits nothing until fold() has ended")
         if kind is not Kind.DENSE and self._baseline_digest is None:
             raise RefusedError(f"owner {self.owner} lost its baseline: only a dense attempt can follow, not {kind}")
+        for shard in self._shards:
+            shard.tracker.visited = 0
         if kind is Kind.RESTORE:
             return self._restore(self._folds)
         self._candidate_digest = None

@@ -84,33 +84,43 @@ def load_dense(worker, checkpoint):
 
 
 class Twin:
-    """``python -m demo.vllm_twin`` and its answers."""
+    """``python -m demo.vllm_twin`` and its answers; started when it is asked first."""
 
-    def __init__(self, process):
-        self._process = process
+    def __init__(self):
+        self._process = None
 
     def ask(self, checkpoint, prompts: Sequence[Sequence[int]], *, alone=False, **arguments) -> dict:
         request = {"checkpoint": str(checkpoint), "prompts": prompts, "max_tokens": TOKENS, "alone": alone}
         request["arguments"] = arguments
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        if self._process is None:
+            command, environment = [sys.executable, "-m", "demo.vllm_twin"], {**os.environ, **ENVIRONMENT}
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BaseException:  # a test that ran out of time, for one: the answer would be taken for the next question's
+            self._process.kill()
+            self.close()
+            raise
         assert line, "the twin died; its last words are in the captured standard error"
         return json.loads(line)
+
+    def close(self):
+        if self._process is not None:
+            self._process.communicate(timeout=30)  # the end of its input ends it
+            self._process = None
 
 
 @contextmanager
 def twin() -> Iterator[Twin]:
-    command = [sys.executable, "-m", "demo.vllm_twin"]
-    environment = {**os.environ, **ENVIRONMENT}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield Twin(process)
-        finally:
-            process.stdin.close()
-            process.wait(30)
+    made = Twin()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class RelayNode:
     """
 
     look_pause = LookPause()  # a look is a look into this process's memory
+    kind = place = "relay"
 
     def __init__(self, credentials: Credentials, host: str, port: int, bounds: Bounds) -> None:
         self._credentials = credentials

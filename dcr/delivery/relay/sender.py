@@ -47,6 +47,7 @@ class RelaySender:
     """
 
     look_pause = LookPause()
+    kind = place = "relay"
 
     def __init__(self, nodes: Callable[[], Mapping[str, bytes]], credentials: Credentials, bounds: Bounds) -> None:
         self._nodes = nodes

@@ -1,5 +1,6 @@
 """The front door of Megatron trainers: every rank pushes its weights to the rollout engines."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.progress_log import Steps
 from dcr.runtime.settings import Settings
 from dcr.trainer.megatron.conversion import BridgeConversion, BuildTasks
 from dcr.trainer.megatron.gathers import finish_gathers
@@ -16,7 +18,10 @@ from dcr.trainer.megatron.inspection import Inspection
 from dcr.trainer.megatron.lockstep import PEER_GRACE_S
 from dcr.trainer.megatron.source import MegatronSource
 from dcr.trainer.torch.ranks import Ranks
-from dcr.trainer.torch.refit import Refit, RefitReport
+from dcr.trainer.torch.refit import Refit
+from dcr.trainer.torch.refit_report import RefitReport
+
+_log = logging.getLogger("dcr.trainer")
 
 
 class MegatronRefit(Refit):
@@ -74,25 +79,28 @@ class MegatronRefit(Refit):
         ranks.refuse_together(problem)
         ranks.refuse_differing(record_id=record_id)
         self._model = model
-        finish_gathers(self._model)
-        self.source = MegatronSource(
-            BridgeConversion(bridge, model, build_tasks),
-            process_group=process_group,
-            chunk_elements=bounds.chunk_elements,
-            check_replicas=check_replicas,
-            check_replicas_always=check_replicas_always,
-            peer_grace_s=peer_grace_s,
-            cache_folder=None if cache_folder is None else Path(cache_folder),
-        )
-        super().__init__(
-            self.source,
-            ranks,
-            control=control,
-            delivery=delivery,
-            record_id=record_id,
-            settings=bounds,
-            observe=observe,
-        )
+        with Steps(_log, f"refit of record {record_id!r}") as step:
+            finish_gathers(self._model)
+            self.source = MegatronSource(
+                BridgeConversion(bridge, model, build_tasks),
+                process_group=process_group,
+                chunk_elements=bounds.chunk_elements,
+                check_replicas=check_replicas,
+                check_replicas_always=check_replicas_always,
+                peer_grace_s=peer_grace_s,
+                cache_folder=None if cache_folder is None else Path(cache_folder),
+                step=step,
+            )
+            super().__init__(
+                self.source,
+                ranks,
+                control=control,
+                delivery=delivery,
+                record_id=record_id,
+                settings=bounds,
+                observe=observe,
+                step=step,
+            )
 
     def push(self, *, dense: bool = False) -> RefitReport:
         """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.

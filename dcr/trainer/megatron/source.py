@@ -1,6 +1,6 @@
 """One rank's share of a Megatron trainer: detects, converts, emits and folds the elements that it owns."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from dcr.data_plane.item import Change, TensorSpec
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
+from dcr.runtime.progress_log import untold
 from dcr.trainer.megatron.conversion import Conversion, Task
 from dcr.trainer.megatron.digest import digest_of
 from dcr.trainer.megatron.inspection import Inspection, Portion, inspect_live
@@ -49,6 +50,7 @@ class MegatronSource:
         peer_grace_s: how long a rank may still be inside a conversion task that another rank has failed in.
         cache_folder: where what was learned is kept for the next start; one for all ranks or one each.  None keeps
             nothing.  Either all ranks have one or none.
+        step: told of each step of the construction.
 
     Attributes:
         specs: all canonical tensors, in order of name.
@@ -73,11 +75,13 @@ class MegatronSource:
         check_replicas_always: bool = False,
         peer_grace_s: float = PEER_GRACE_S,
         cache_folder: Path | None = None,
+        step: Callable[[str], None] = untold,
     ) -> None:
         self._conversion = conversion
         self._ranks = Ranks(process_group)
         self._ranks.refuse_differing(check_replicas=check_replicas, check_replicas_always=check_replicas_always)
         self._lockstep = Lockstep(self._ranks, peer_grace_s=peer_grace_s)
+        step("learns what the conversion does, all ranks together")
         projection = learn(conversion, self._lockstep, cache_folder)
         self._tasks = list_tasks(conversion, self._ranks)
         self._layout = self._layout_of(self._tasks)
@@ -94,10 +98,12 @@ class MegatronSource:
         for spec in self.specs:
             self._bases.append(self._bases[-1] + spec.numel)
         parts = {number: part_of(piece) for number, piece in projection.pieces.items()}
+        step(f"chooses owners of {len(self.specs)} canonical tensors, and compares replicas, all ranks together")
         self.ownership, self._replicas = self._assign(parts)
         if check_replicas:
             self._replicas.refuse_differing(self._tasks, self._ranks)
         self._check_replicas_always = check_replicas_always
+        step("copies what this rank owns into host memory")
         shards = [
             OwnedShard(
                 number, Tracker(self._tasks[number].name, live, chunk_elements=chunk_elements), self._maps(piece)
@@ -107,6 +113,7 @@ class MegatronSource:
             and self.ownership.owner[self._tasks[number].name, parts[number]] == self._ranks.rank
         ]
         self._owned = tuple(shard.number for shard in shards)
+        step(f"converts {len(self.residual_specs)} tensors that are not projected directly, all ranks together")
         self._inputs = self._digests_of_inputs()
         self._candidate_inputs: dict[str, str] | None = None
         self._candidates = self._convert(self._groups)
@@ -120,6 +127,7 @@ class MegatronSource:
             if tensor.numel()
         ]
         self._candidates = {}
+        step("digests what this rank owns, and waits for the other ranks")
         self._share = Share(self.owner, self.specs, self._bases[:-1], shards)
         self.owned_elements = self._share.owned_elements
         self.memory_bytes = sum(shard.tracker.numel * shard.tracker.dtype.itemsize for shard in shards)
@@ -145,6 +153,11 @@ class MegatronSource:
     def changes_found(self) -> Mapping[str, ChangeCount]:
         """See :attr:`dcr.runtime.source.Source.changes_found`."""
         return self._share.changes_found
+
+    @property
+    def compared(self) -> tuple[int, int]:
+        """See :attr:`dcr.runtime.source.Source.compared`."""
+        return self._share.compared
 
     def prepare(self) -> None:
         """Take the live weights as the candidate: find what residual tasks need, and convert it; collective.

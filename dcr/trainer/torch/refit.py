@@ -1,88 +1,53 @@
 """The trainer's front door: every rank of a torch trainer pushes its weights to the rollout engines."""
 
-import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from dcr.control_plane.address import open_control_plane
-from dcr.data_plane.change_counts import ChangeCount, reading_order
+from dcr.data_plane.change_counts import ChangeCount
 from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
-from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError
-from dcr.protocol.layer_changes import LAYERS_REST
-from dcr.protocol.messages import Outcome
 from dcr.runtime.coordinator_host import CoordinatorHost
+from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.owner_host import OwnerHost
+from dcr.runtime.progress_log import ProgressLog, Steps
+from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 from dcr.trainer.torch.ranks import Ranks
+from dcr.trainer.torch.refit_report import RefitReport, report_of
 from dcr.trainer.torch.source import TorchSource
 
-OTHER_LAYERS = "(other layers)"
-"""What a report calls the layers together that are beyond the bound of ``dcr.protocol.layer_changes``."""
+_log = logging.getLogger("dcr.trainer")
 
 
 class PushError(DcrError):
     """A push did not end in a commit; the message says what stopped it, and what can be done."""
 
 
-@dataclass(frozen=True)
-class RefitReport:
-    """How a push went.  Sums are over all owners; times, in seconds, are those of the slowest.
+class TrainerStatus(msgspec.Struct, frozen=True):
+    """What a push is at, as one rank knows it, as of now."""
 
-    Attributes:
-        version: the version now committed.
-        kind: kind of the attempt that committed: relative, absolute or dense; unknown if a coordinator that is gone
-            committed it, and then the counts below are 0.
-        attempts: attempts that this push took.
-        failures: what stopped the attempts before the last.
-        warnings: what went wrong after the commit; the version stands all the same.
-        members: names of the engines that hold the version.
-        changed_entries: elements sent.
-        elements: elements of the checkpoint.
-        payloads: number of payloads.
-        payload_bytes: their size.
-        wall_s: the whole push, on this rank.
-        stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, for
-            how long detection waited for encoding and the store.  Stages run at the same time.
-        traffic: what this rank asked of the delivery store during the push; the only field that is not the same on
-            every rank.
-        layers: elements changed and in all, by layer in reading order, unchanged layers too, and what is beyond 256
-            layers as OTHER_LAYERS.  Empty if kind is dense, for such an attempt compares nothing, or unknown.
-            ``TrainerRefit.changes`` has this rank's share by tensor.
-    """
+    emission: RefitStatus | None
+    """What this rank emits, or emitted last: detect, encode, deliver; None before the first."""
+    fleet: FleetStatus | None
+    """Whom the coordinator waits for; None but on the first rank, where it runs."""
 
-    version: int
-    kind: str
-    attempts: int
-    failures: tuple[str, ...]
-    warnings: tuple[str, ...]
-    members: tuple[str, ...]
-    changed_entries: int
-    elements: int
-    payloads: int
-    payload_bytes: int
-    wall_s: float
-    stages: dict[str, float] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
-    layers: dict[str, ChangeCount] = field(default_factory=dict)
-
-    def json(self) -> str:
-        """The report as one JSON object on one line, its fields by their names, with a rate (0 to 1) for each layer."""
-        layers = {name: {**asdict(count), "rate": count.rate} for name, count in self.layers.items()}
-        return json.dumps({**asdict(self), "layers": layers})
+    def __str__(self) -> str:
+        return "\n".join(str(part) for part in (self.emission, self.fleet) if part is not None)
 
 
 class Refit:
@@ -96,6 +61,7 @@ class Refit:
         record_id: the commit record of this trainer; unique among trainers that share a control plane.
         settings: bounds.
         observe: called with every protocol step of this rank's roles.
+        step: told of each step of the construction.
     """
 
     def __init__(
@@ -108,13 +74,17 @@ class Refit:
         record_id: str,
         settings: Settings,
         observe: Observer,
+        step: Callable[[str], None],
     ) -> None:
         self._source = source
+        step("opens the control plane and the delivery")
         self._control = open_control_plane(control)
         secret = load_or_create_secret(secret_path(control))
         self._delivery = SealedDelivery(
             open_delivery(delivery, RelayDirectory(self._control, record_id)), record_secret(secret, record_id)
         )
+        others = f"waits until all {ranks.count} ranks have come so far" if ranks.count > 1 else "starts its threads"
+        step(others)
         owners: list[str] = ranks.gather(source.owner)
         self._coordinator: CoordinatorHost | None = None
         if ranks.rank == 0:
@@ -140,6 +110,8 @@ class Refit:
             settings=settings,
             observe=observe,
         )
+        self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
+        step("connects to the coordinator in the first rank")
         try:
             self._host.wait_connected()
         except BaseException:
@@ -163,7 +135,24 @@ class Refit:
         outcome = self._host.push()
         if outcome.error:
             raise PushError(outcome.error)
-        return _report(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
+        return report_of(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
+
+    @property
+    def status(self) -> TrainerStatus:
+        """How far a push is on this rank, and whom the coordinator waits for; from any thread, while ``push`` waits.
+
+        The logger ``dcr.trainer`` has the same, every ten seconds of what takes longer.
+        """
+        fleet = None if self._coordinator is None else self._coordinator.status
+        return TrainerStatus(self._host.status, fleet)
+
+    def _under_way(self) -> Mapping[str, str]:
+        status, found = self.status, {}
+        if self._host.emitting and status.emission is not None:
+            found["emission"] = f"{self._source.owner}, {status.emission}"
+        if status.fleet is not None and status.fleet.waits_for:
+            found["fleet"] = f"coordinator, {status.fleet}"
+        return found
 
     @property
     def changes(self) -> Mapping[str, ChangeCount]:
@@ -194,6 +183,7 @@ class Refit:
 
     def close(self) -> None:
         """End threads and connections; engines go on serving what they serve."""
+        self._progress.close()
         self._host.close()
         if self._coordinator is not None:
             self._coordinator.close()
@@ -241,54 +231,21 @@ class TrainerRefit(Refit):
         observe: Observer = log_step,
     ) -> None:
         bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
-        self.source = TorchSource(
-            model, save_path=save_path, process_group=process_group, chunk_elements=bounds.chunk_elements
-        )
-        super().__init__(
-            self.source,
-            Ranks(process_group),
-            control=control,
-            delivery=delivery,
-            record_id=record_id,
-            settings=bounds,
-            observe=observe,
-        )
-
-
-def _report(outcome: Outcome, wall_s: float, traffic: Traffic) -> RefitReport:
-    s = dict(outcome.summary)
-
-    def names(key: str) -> tuple[str, ...]:
-        value = s.get(key, [])
-        assert isinstance(value, list)
-        return tuple(value)
-
-    def count(key: str) -> int:
-        value = s[key]
-        assert isinstance(value, int)
-        return value
-
-    prefix = "seconds_"
-    return RefitReport(
-        version=outcome.version,
-        kind=str(s["kind"]),
-        attempts=count("attempts"),
-        failures=names("failures"),
-        warnings=names("warnings"),
-        members=names("members"),
-        changed_entries=count("changed_entries"),
-        elements=count("elements"),
-        payloads=count("payloads"),
-        payload_bytes=count("payload_bytes"),
-        wall_s=wall_s,
-        stages={
-            k.removeprefix(prefix): float(v) for k, v in s.items() if k.startswith(prefix) and isinstance(v, float)
-        },
-        traffic=traffic,
-        layers=_layers(outcome),
-    )
-
-
-def _layers(outcome: Outcome) -> dict[str, ChangeCount]:
-    in_order = sorted(outcome.layers, key=lambda one: (one.layer == LAYERS_REST, reading_order(one.layer)))
-    return {one.layer or OTHER_LAYERS: ChangeCount(one.changed, one.elements) for one in in_order}
+        with Steps(_log, f"refit of record {record_id!r}") as step:
+            self.source = TorchSource(
+                model,
+                save_path=save_path,
+                process_group=process_group,
+                chunk_elements=bounds.chunk_elements,
+                step=step,
+            )
+            super().__init__(
+                self.source,
+                Ranks(process_group),
+                control=control,
+                delivery=delivery,
+                record_id=record_id,
+                settings=bounds,
+                observe=observe,
+                step=step,
+            )

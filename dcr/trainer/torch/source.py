@@ -1,6 +1,6 @@
 """One rank's share of a plain torch trainer: detects, emits and folds the elements that it owns."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from dcr.data_plane.item import Change, TensorSpec
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
+from dcr.runtime.progress_log import untold
 from dcr.trainer.share import Live, OwnedShard, Share
 from dcr.trainer.torch.ownership import Ownership, Shard, assign
 from dcr.trainer.torch.projection import Projection, learn
@@ -38,6 +39,7 @@ class TorchSource:
         process_group: the ranks that hold the model; None is the default group, or one process without any.
         chunk_elements: elements handled at once; a chunk needs up to 72 bytes of temporary memory for each element
             that is sent or digested: every one in a dense attempt, a restore and the construction.
+        step: told of each step of the construction.
 
     Raises:
         RefusedError: on every rank alike, naming the tensor, if the state cannot be refitted: see ``projection.learn``;
@@ -51,6 +53,7 @@ class TorchSource:
         save_path: SavePath | None = None,
         process_group: dist.ProcessGroup | None = None,
         chunk_elements: int = 1 << 22,
+        step: Callable[[str], None] = untold,
     ) -> None:
         self._model = model
         self._save_path = save_path or own_save_path(model)
@@ -62,13 +65,17 @@ class TorchSource:
             sources = sources_of(model)
         except RefusedError as error:
             problem = str(error)
+        step(f"looks at {len(sources)} tensors, and waits until all {ranks.count} ranks have")
         ranks.refuse_together(problem)
         self._layouts = tuple(source.layout for source in sources)
+        step(f"learns how {len(sources)} tensors lie in the checkpoint, by running the save path on numbers")
         # A pair that is fitted takes more than an element that is sent: see below.
         projection = learn(sources, self._save_path, ranks, chunk_elements=max(chunk_elements // 2, 1))
         self.specs: tuple[TensorSpec, ...] = projection.specs
         self.owner = f"rank-{self._rank}"
+        step(f"compares replicas and chooses owners of {len(self.specs)} canonical tensors, all ranks together")
         self.ownership = _assign(sources, projection, ranks)
+        step("copies what this rank owns into host memory, and digests it")
         shards = [
             OwnedShard(number, Tracker(source.name, source.local(), chunk_elements=chunk_elements), (index_map,))
             for number, (source, index_map, part) in enumerate(
@@ -78,6 +85,7 @@ class TorchSource:
         ]
         self._share = Share(self.owner, self.specs, projection.bases, shards)
         self.owned_elements = self._share.owned_elements
+        step(f"owns {self.owned_elements} elements; waits until all {ranks.count} ranks know what they own")
         counts = ranks.gather(self.owned_elements)
         if sum(counts) != sum(spec.numel for spec in self.specs):
             raise RefusedError(
@@ -104,6 +112,11 @@ class TorchSource:
     def changes_found(self) -> Mapping[str, ChangeCount]:
         """See :attr:`dcr.runtime.source.Source.changes_found`."""
         return self._share.changes_found
+
+    @property
+    def compared(self) -> tuple[int, int]:
+        """See :attr:`dcr.runtime.source.Source.compared`."""
+        return self._share.compared
 
     @property
     def folding(self) -> bool:

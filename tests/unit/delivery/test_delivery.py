@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dcr.delivery.interface import (
     DeliveryConflictError,
+    DeliveryError,
     LookPause,
     check_key,
     check_prefix,
@@ -223,3 +224,64 @@ def test_sweep_deletes_older_epochs_of_one_record_alone(delivery):
     for record_id in ("run", "run", "other"):
         sweep(delivery, record_id, 10)
         assert delivery.keys("run/") + delivery.keys("run2/") == sorted([*kept, "run/7/x"])
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else_and_is_named(delivery, monkeypatch):
+    """An object that is locked in one epoch must not let every later epoch pile up."""
+    keys = {epoch: payload_key(PayloadIdentity("run", 1, epoch, "o", 1, 0)) for epoch in range(1, 6)}
+    for key in keys.values():
+        delivery.put(key, b"x")
+    delete, tidied = delivery.delete_prefix, []
+
+    def stubborn(prefix):
+        if any(prefix == epoch_prefix("run", epoch) for epoch in (1, 3)):
+            raise DeliveryError(f"deleting {prefix}: it is locked")
+        delete(prefix)
+
+    monkeypatch.setattr(delivery, "delete_prefix", stubborn)
+    monkeypatch.setattr(delivery, "tidy", tidied.append)
+    with pytest.raises(DeliveryError, match=r"deleting run/0+1/: it is locked \(and 1 more failures\)"):
+        sweep(delivery, "run", 5)
+    assert delivery.keys("run/") == [keys[1], keys[3], keys[5]]
+    assert tidied == ["run/"]
+    monkeypatch.undo()
+    sweep(delivery, "run", 5)
+    assert delivery.keys("run/") == [keys[5]]
+
+
+def test_who_reads_while_it_is_swept_gets_whole_objects_or_none_and_new_epochs_stay(delivery_of):
+    """A slow node still reads an older epoch while the coordinator sweeps: it may miss objects, and must never fail."""
+    writer, reader, sweeper = delivery_of(), delivery_of(), delivery_of()
+    epochs, data = range(1, 9), {n: bytes([n]) * 3000 for n in range(4)}
+
+    def key(epoch, n):
+        return payload_key(PayloadIdentity("run", 1, epoch, "o", 1, n))
+
+    for epoch in epochs:
+        for n, body in data.items():
+            writer.put(key(epoch, n), body)
+    swept, failed, found = [0], [], []
+
+    def read():
+        try:
+            while swept[0] < epochs[-1]:
+                for epoch in epochs:
+                    least = swept[0]
+                    for n, body in data.items():
+                        got = reader.get(key(epoch, n), 3000)
+                        found.append(got is not None)
+                        assert got == body or (got is None and epoch < swept[0]), (epoch, n, least, swept[0])
+        except BaseException as e:  # noqa: BLE001 - raised below
+            failed.append(e)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for epoch_min in epochs:
+        swept[0] = epoch_min
+        sweep(sweeper, "run", epoch_min)
+    for thread in threads:
+        thread.join(60)
+    assert failed == []
+    assert set(found) == {True, False}
+    assert writer.keys("run/") == [key(epochs[-1], n) for n in data]

@@ -1,0 +1,71 @@
+"""How a node tells whether it looks where the owners deliver: the leader leaves an object there, and nodes look for it.
+
+Addresses are no proof: one bucket has several endpoints, one folder several paths, and another folder of the same path
+lies on every host.  Over a relay, where each process has an address of its own by design and nothing is stored, only
+the kind is compared.
+"""
+
+import logging
+
+import msgspec
+
+from dcr.delivery.interface import Delivery, DeliveryError, meeting_key, meeting_prefix
+from dcr.delivery.sealed import UnsealedError
+from dcr.protocol.errors import RefusedError
+
+_log = logging.getLogger("dcr.delivery")
+
+RELAY = "relay"
+_BYTES_MAX = 4096
+
+
+class MeetingPoint(msgspec.Struct, frozen=True):
+    """Where a leader's owners deliver, as the registry has it; fields that a later version adds are passed over."""
+
+    kind: str
+    """``file``, ``s3`` or ``relay``."""
+    place: str
+    """The delivery, for people."""
+    key: str
+    """Of the object that the leader left there; empty for a relay."""
+
+
+def leave_sign(delivery: Delivery, record_id: str, leader: str) -> bytes:
+    """Put the leader's object into the delivery, in place of its forerunners'; what nodes need to find it.
+
+    Raises:
+        DeliveryError: nothing can be stored there.
+    """
+    if delivery.kind == RELAY:
+        return msgspec.json.encode(MeetingPoint(RELAY, delivery.place, ""))
+    try:
+        delivery.delete_prefix(meeting_prefix(record_id))
+    except DeliveryError as e:
+        _log.warning("what older leaders left at %s could not be removed: %s", delivery.place, e)
+    key = meeting_key(record_id, leader)
+    delivery.put(key, leader.encode())
+    return msgspec.json.encode(MeetingPoint(delivery.kind, delivery.place, key))
+
+
+def missed(delivery: Delivery, entry: bytes) -> str:
+    """Why what is delivered at a meeting point cannot be seen in this delivery; empty if it can, or nobody knows."""
+    try:
+        point = msgspec.json.decode(entry, type=MeetingPoint)
+    except msgspec.DecodeError:
+        return ""  # of another version of dcr, which the control channel tells
+    where = f"the trainer delivers to {point.place}, this node looks in {delivery.place}"
+    advice = "give both sides the same delivery"
+    if point.kind != delivery.kind:
+        return f"{where}: {advice}"
+    if not point.key:
+        return ""
+    try:
+        if delivery.get(point.key, _BYTES_MAX) is not None:
+            return ""
+    except UnsealedError as e:
+        return f"{where}, where the trainer's sign is not of this run ({e}): {advice}"
+    except (DeliveryError, RefusedError) as e:
+        _log.warning("whether %s cannot be told now: %s", where, e)
+        return ""
+    same = " (the same address, and yet not the same store: another host's folder, or another server)"
+    return f"{where}{same if point.place == delivery.place else ''}, where nothing of it is to be seen: {advice}"

@@ -1,0 +1,97 @@
+"""What a coordinator waits for, of all owners and engines, at this moment."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from dcr.protocol.coordinator import Coordinator
+from dcr.protocol.leader import Phase
+from dcr.protocol.session import Session
+
+_CHARS_MAX = 400
+"""Of the names of whoever is waited for: enough to see who they are."""
+
+
+class FleetStatus(msgspec.Struct, frozen=True):
+    """The fleet as the leader of a record knows it; nothing in it is secret."""
+
+    phase: str
+    """``idle``, ``attempt``, ``folding`` and so on (``dcr.protocol.leader.Phase``)."""
+    version: int | None
+    """Committed; None before the record was read."""
+    epoch: int
+    what: str
+    """The attempt or restore that is under way; empty if none is."""
+    done: dict[str, tuple[int, int]]
+    """Of it, how many engines or owners are through each stage, and how many there are: prepared, sealed, staged,
+    acknowledged."""
+    waits_for: str
+    """Whom it waits for, by name; empty if nothing is to be done."""
+    not_joined: tuple[str, ...] = ()
+    """Engines whose node is connected and has not asked to let them in; its own log says why."""
+
+    def __str__(self) -> str:
+        what = self.what or f"record at version {self.version}, {self.phase}"
+        done = "".join(f", {n} of {of} {stage}" for stage, (n, of) in self.done.items())
+        waits = f"; {self.waits_for}" if self.waits_for else ""
+        strangers = _short(", ".join(self.not_joined))
+        return f"{what}{done}{waits}" + (f"; connected, and not asking to be let in: {strangers}" if strangers else "")
+
+
+def fleet_status(role: Coordinator, connected: Iterable[tuple[str, int]] = ()) -> FleetStatus:
+    """The status of a coordinator's role; from the thread that the role runs in.
+
+    Args:
+        role: the role.
+        connected: names and incarnations of the engines whose nodes are connected.
+    """
+    joined = {(e.join.engine, e.join.incarnation) for e in role.fleet.engines.values()}
+    s = role.session if role.phase in {Phase.ATTEMPT, Phase.RESTORING} else None
+    record = role.record
+    return FleetStatus(
+        role.phase.value,
+        None if record is None else record.version,
+        0 if record is None else record.epoch,
+        "" if s is None else _what(s),
+        {} if s is None else _done(s),
+        _short(_waits_for(role, s)),
+        tuple(sorted(name for name, incarnation in connected if (name, incarnation) not in joined)),
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _CHARS_MAX else f"{text[:_CHARS_MAX]} ... ({len(text) - _CHARS_MAX} characters more)"
+
+
+def _what(s: Session) -> str:
+    if s.restore:
+        return f"epoch {s.epoch}, restoring version {s.target}"
+    versions = f"back to version {s.target}" if s.back else f"version {s.base.version} -> {s.target}"
+    return f"epoch {s.epoch}, {versions}, {s.base.kind.value}, attempt {s.attempt}"
+
+
+def _done(s: Session) -> dict[str, tuple[int, int]]:
+    members = len(s.members)
+    done = {"engines prepared": (len(s.prepared & s.members), members), "owners sealed": (len(s.sealed), len(s.owners))}
+    if s.stage:
+        done["engines staged"] = (len(s.staged & s.members), members)
+    done["engines acknowledged"] = (len(s.members & set(s.roots)), members)
+    return done
+
+
+def _waits_for(role: Coordinator, s: Session | None) -> str:
+    if s is not None:
+        return "" if s.complete else f"{s.late[1]} yet"
+    match role.phase:
+        case Phase.STARTING:
+            return f"no connection to {', '.join(role.seats.missing)} yet" if role.seats.missing else "reads the record"
+        case Phase.WRITING:
+            return "writes the record"
+        case Phase.FOLDING:
+            return "owners fold the committed version into their baselines"
+        case Phase.IDLE if role.seats.ready:
+            return f"a push waits; engines: {role.fleet.describe()}"
+        case Phase.IDLE if role.seats.late:
+            return f"{', '.join(role.seats.late)} did not call push() yet; every rank has to"
+        case _:
+            return ""
