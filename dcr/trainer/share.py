@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
@@ -17,6 +18,7 @@ from dcr.data_plane.header import TEXT_MAX
 from dcr.data_plane.index_map import IndexMap
 from dcr.data_plane.item import Change, TensorSpec
 from dcr.data_plane.kernels.stream_choice import stream_kernels
+from dcr.data_plane.kernels.stream_kernels import Difference
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind
@@ -43,6 +45,38 @@ class OwnedShard:
     number: int
     tracker: Tracker
     maps: tuple[IndexMap, ...]
+
+
+class _Mark:
+    """Tells whether two passes over a shard found the same positions and new bits, without keeping them."""
+
+    def __init__(self) -> None:
+        self._hash: xxhash.xxh3_128 | None = xxhash.xxh3_128()
+
+    def add(self, difference: Difference) -> None:
+        """The next chunk's."""
+        if difference.positions.device.type != "cpu":
+            self._hash = None  # to bring positions to the host costs more than to digest them again where they are
+        if self._hash is not None:
+            self._hash.update(difference.positions.numpy().data)
+            self._hash.update(difference.new.numpy().data)
+
+    def digest(self) -> bytes | None:
+        """Of all that was added; None if that was on another device."""
+        return None if self._hash is None else self._hash.digest()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What a detection that was read to its end found.
+
+    Attributes:
+        digests: content digests by canonical tensor.
+        marks: by a shard's number, of what differs there.
+    """
+
+    digests: dict[str, ContentDigest]
+    marks: dict[int, bytes]
 
 
 class Share:
@@ -75,6 +109,7 @@ class Share:
         self._folding = False
         self._folds = 0
         self._candidate_digest: ContentDigest | None = None
+        self._candidate: _Candidate | None = None
         self._changes_found: Mapping[str, ChangeCount] = {}
         self._elements: Counter[str] = Counter()
         self._baseline_digests: dict[str, ContentDigest] | None = self._digests_of_baseline(self._elements)
@@ -133,7 +168,7 @@ class Share:
             shard.tracker.visited = 0
         if kind is Kind.RESTORE:
             return self._restore(self._folds)
-        self._candidate_digest = None
+        self._candidate_digest = self._candidate = None
         self._changes_found = {}
         live = look()
         return self._dense(live) if kind is Kind.DENSE else self._detect(live)
@@ -149,24 +184,33 @@ class Share:
             CandidateChangedError: if what was folded has another digest; the baseline is lost then.
         """
         live = look()
-        held = None if self._folding or self._baseline_digests is None else dict(self._baseline_digests)
+        whole, found = not self._folding, self._candidate
+        if found is not None and _sum(found.digests) != expected:
+            found = None
+        held = None if found or not whole or self._baseline_digests is None else dict(self._baseline_digests)
         with self._marks:
             self._folding = True
             self._folds += 1
+        marks = dict[int, bytes | None]()
         for shard in self._shards:
             tensor = live(shard.number)
             if tensor is None:
                 continue
+            mark = _Mark()
             for difference in shard.tracker.fold(tensor):
-                if held is None:
-                    continue  # nothing to bring forward: digests are taken afresh
-                for change in self._project(shard, difference.positions, difference.old, difference.new):
-                    held[change.spec.name] += _digest_of_change(change)
+                if held is not None:
+                    for change in self._project(shard, difference.positions, difference.old, difference.new):
+                        held[change.spec.name] += _digest_of_change(change)
+                elif found is not None:
+                    mark.add(difference)
+            marks[shard.number] = mark.digest()
         if held is None:
-            held = self._digests_of_baseline()
+            # What detection found was written, and nothing else: its digests are the baseline's now.
+            same = whole and found is not None and marks == found.marks
+            held = found.digests if found is not None and same else self._digests_of_baseline()
         digest = _sum(held)
         self._baseline_digests, self._baseline_digest = (held, digest) if digest == expected else (None, None)
-        self._candidate_digest = None
+        self._candidate_digest = self._candidate = None
         with self._marks:
             self._folding = False
         if digest != expected:
@@ -177,19 +221,24 @@ class Share:
             )
 
     def _detect(self, live: Live) -> Iterator[Change]:
-        digest = self._baseline_digest
-        assert digest is not None, "changes() refuses without a baseline"
+        assert self._baseline_digests is not None, "changes() refuses without a baseline"
+        digests, marks = dict(self._baseline_digests), dict[int, bytes | None]()
         changed: Counter[str] = Counter()
         for shard in self._shards:
             tensor = live(shard.number)
             if tensor is None:
                 continue
+            mark = _Mark()
             for difference in shard.tracker.differences(tensor):
+                mark.add(difference)
                 for change in self._project(shard, difference.positions, difference.old, difference.new):
-                    digest = digest + _digest_of_change(change)
+                    digests[change.spec.name] += _digest_of_change(change)
                     changed[change.spec.name] += change.indices.numel()
                     yield change
-        self._candidate_digest = digest
+            marks[shard.number] = mark.digest()
+        self._candidate_digest = _sum(digests)
+        known = {number: mark for number, mark in marks.items() if mark is not None}
+        self._candidate = _Candidate(digests, known) if len(known) == len(marks) else None
         self._changes_found = {name: ChangeCount(changed[name], owned) for name, owned in self._elements.items()}
 
     def _dense(self, live: Live) -> Iterator[Change]:

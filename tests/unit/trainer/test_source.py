@@ -8,6 +8,7 @@ from torch import nn
 
 from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.trainer.share import CandidateChangedError
@@ -206,30 +207,72 @@ def test_weights_stepped_between_detection_and_fold_are_caught_and_dense_recover
     assert list(source.changes(Kind.RELATIVE)) == []
 
 
-def test_a_fold_cut_short_blocks_emission_and_is_finished_by_another(monkeypatch):
+@pytest.mark.parametrize("kind", [Kind.RELATIVE, Kind.ABSOLUTE, Kind.DENSE])
+@pytest.mark.parametrize("meanwhile", ["nothing", "another element", "the same element", "back to the old bits"])
+def test_a_fold_takes_what_was_detected_and_nothing_else(kind, meanwhile):
+    model = Net()
+    source = TorchSource(model, save_path=save_path, chunk_elements=7)
+    with torch.no_grad():
+        old = model.q[0, 0].clone()
+        model.q[0, 0] += 1
+        model.k[1, 1] += 1
+    list(source.changes(kind))
+    expected, new = source.candidate_digest, source.gather_state()
+    with torch.no_grad():
+        if meanwhile == "another element":
+            model.q[5, 3] += 1
+        elif meanwhile == "the same element":
+            model.q[0, 0] += 1
+        elif meanwhile == "back to the old bits":
+            model.q[0, 0] = old
+    if meanwhile == "nothing":
+        source.fold(expected)
+        assert source.baseline_digest == expected == digest_of(source, new)
+        by_tensor = {spec.name: digest_elements(spec, None, bits_of(new)[spec.name]) for spec in source.specs}
+        assert source.baseline_digests == {name: by_tensor[name] for name in source.baseline_digests}
+        assert sum(source.baseline_digests.values(), ContentDigest()) == expected
+    else:
+        with pytest.raises(CandidateChangedError):
+            source.fold(expected)
+        assert source.baseline_digest is None
+
+
+def test_a_fold_of_something_else_than_what_was_detected_last_is_refused():
+    model = Net()
+    source = TorchSource(model, save_path=save_path)
+    scramble(model, 1)
+    list(source.changes(Kind.RELATIVE))
+    wrong = source.candidate_digest + source.baseline_digest
+    with pytest.raises(CandidateChangedError):
+        source.fold(wrong)
+
+
+@pytest.mark.parametrize("kind", [Kind.RELATIVE, Kind.DENSE])
+@pytest.mark.parametrize("written", [0, 1, 3])
+def test_a_fold_cut_short_blocks_emission_and_is_finished_by_another(monkeypatch, kind, written):
     model = Net()
     source = TorchSource(model, save_path=save_path, chunk_elements=7)
     scramble(model, 1)
-    list(source.changes(Kind.RELATIVE))
+    list(source.changes(kind))
     expected = source.candidate_digest
-    calls = []
+    parts = []
+    fold = Tracker.fold
 
-    def interrupted(change):
-        calls.append(change)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return digest_elements(change.spec, change.indices, change.new) - digest_elements(
-            change.spec, change.indices, change.old
-        )
+    def interrupted(tracker, live):
+        for difference in fold(tracker, live):
+            if len(parts) == written:
+                raise KeyboardInterrupt
+            parts.append(difference)
+            yield difference
 
     with monkeypatch.context() as patch:
-        patch.setattr("dcr.trainer.share._digest_of_change", interrupted)
+        patch.setattr(Tracker, "fold", interrupted)
         with pytest.raises(KeyboardInterrupt):
             source.fold(expected)
     assert source.folding
-    for kind in Kind:
+    for refused in Kind:
         with pytest.raises(RefusedError, match="folding"):
-            source.changes(kind)
+            source.changes(refused)
     source.fold(expected)
     assert not source.folding
     assert source.baseline_digest == expected == digest_of(source, source.gather_state())
