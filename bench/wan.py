@@ -282,30 +282,39 @@ def draw(found: Found, folder: Path) -> None:
         say(f"timeline: {folder / name}.json (open it at https://ui.perfetto.dev) and .png")
 
 
+def keep_logs(folder: Path) -> Path:
+    """Copy the logs, and nothing else, to where they stay; where that is."""
+    kept = ROOT / "run" / "wan-failed"
+    shutil.rmtree(kept, ignore_errors=True)
+    for log in folder.rglob("*.log"):
+        copy = kept / log.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(log, copy)
+    return kept
+
+
 def run(asked: argparse.Namespace) -> None:
-    """Measure all points and report."""
+    """Measure all points, and report what was measured, whether or not it came to its end."""
     rows = [Row("cores, shared by all nodes", float(cores()), "")]
     rows += [Row("delay one way", asked.delay_ms, "ms"), Row("loss of frames on a link", asked.loss, "%")]
+    not_measured = list(NOT_MEASURED)
+    points = FULL if asked.full else QUICK
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     try:
         switch = build_switch(folder)
-        for number, point in enumerate(FULL if asked.full else QUICK):
+        for number, point in enumerate(points):
+            not_measured.append(f"{point}: the run ended before")
             found = measure(point, switch, folder / str(number), asked)
+            not_measured.pop()
             shutil.rmtree(folder / str(number))
             rows += [*rows_of(found), *rows_of_sweep(found)]
             draw(found, asked.timeline)
-    except BaseException as e:
-        if not isinstance(e, (KeyboardInterrupt, SystemExit)):
-            kept = ROOT / "run" / "wan-failed"
-            shutil.rmtree(kept, ignore_errors=True)
-            shutil.copytree(
-                folder, kept, ignore=shutil.ignore_patterns("*.safetensors", "objects", "*.key", "*.secret")
-            )
-            say(f"the logs are in {kept}")
+    except Exception:
+        say(f"the logs are in {keep_logs(folder)}")
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report(NAME, rows, NOT_MEASURED, as_json=asked.json, notes=NOTES)
+        report(NAME, rows, not_measured, as_json=asked.json, notes=NOTES)
 
 
 def main() -> int:

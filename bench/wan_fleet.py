@@ -21,7 +21,7 @@ SETTINGS = {"bucket_bytes": 2 << 20, "deliver_threads": 8, "buckets_ahead": 16}
 IDLE_S = 600
 """The relay's connections outlast what else is measured between two refits."""
 CONSTRUCTION = frozenset({"detect", "encode", "seal"})
-_START_S, _REFIT_S, _TRANSFER_S = 240.0, 300.0, 900.0
+_START_S, _REFIT_S, _TRANSFER_S = 600.0, 300.0, 900.0
 _END_S = 10.0
 _HUB_PORT = 29500
 
