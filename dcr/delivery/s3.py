@@ -19,6 +19,7 @@ from typing import Any
 
 import xxhash
 
+from dcr.data_plane.nvtx import stage
 from dcr.delivery.interface import (
     DeliveryConflictError,
     DeliveryError,
@@ -329,7 +330,7 @@ class S3Delivery:
             raise _DamagedObjectError("it was replaced while it was read") from e
 
     def _fill(self, found: _Object, start: int, end: int, body: Any, deadline: float) -> None:
-        with found.bytes.getbuffer() as whole, whole[start:end] as left:
+        with stage("receive"), found.bytes.getbuffer() as whole, whole[start:end] as left:
             done = 0
             while done < len(left):
                 if time.monotonic() > deadline:

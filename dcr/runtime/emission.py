@@ -191,7 +191,8 @@ class Emission:
     def _send(self, encoded: tuple[SealedPayload, bytes]) -> SealedPayload:
         sealed, data = encoded
         self.begun = True
-        self._delivery.put(payload_key(self._identity(sealed.sequence)), data)
+        with stage("send"):
+            self._delivery.put(payload_key(self._identity(sealed.sequence)), data)
         return sealed
 
     def _identity(self, sequence: int) -> PayloadIdentity:

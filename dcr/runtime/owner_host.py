@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
 from dcr.data_plane.change_counts import by_layer, in_words, layer_of
 from dcr.data_plane.content_digest import ContentDigest
+from dcr.data_plane.nvtx import stage
 from dcr.data_plane.payload import payload_digest
 from dcr.delivery.interface import Delivery, contents_key, manifest_key
 from dcr.protocol import owner as role
@@ -402,7 +403,8 @@ class OwnerHost:
     def _fold(self, effect: role.FoldBaseline) -> None:
         started = time.perf_counter()
         try:
-            self._source.fold(ContentDigest.from_hex(effect.content_digest))
+            with stage("fold"):
+                self._source.fold(ContentDigest.from_hex(effect.content_digest))
         except Exception as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
             reason = f"{type(e).__name__}: {e}"
             self._post(lambda: self._role.fold_failed(effect.epoch, reason))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import xxhash
 
 from dcr.credentials.folder import Credentials
+from dcr.data_plane.nvtx import stage
 from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_prefix
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
@@ -220,7 +221,8 @@ class RelayNode:
         kept = False
         try:
             wire.send_frame(connection, wire.GO)
-            data = wire.receive_bytes(connection, size, time.monotonic() + self._bounds.object_timeout_s)
+            with stage("receive"):
+                data = wire.receive_bytes(connection, size, time.monotonic() + self._bounds.object_timeout_s)
             self._counter.received(size)
             if xxhash.xxh3_128_digest(data) != offered.digest:
                 return f"object {offered.key} does not match its digest"

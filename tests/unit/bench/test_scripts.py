@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = {"table.py", "workload.py", "gpu_exactness.py", "gpu_refit.py"}
+PARTS |= {path.name for path in (ROOT / "bench").glob("wan_*.py")}
 """What scripts share."""
 SCRIPTS = sorted(path.name for path in (ROOT / "bench").glob("*.py") if path.name not in PARTS)
 
