@@ -13,7 +13,7 @@ from wan_control import ControlBridge
 from wan_network import STORE, Network
 from wan_process import OBJECT_BYTES, node, owner, store, transfer
 
-from dcr.delivery.relay.credentials import create_authority, issue
+from dcr.credentials.authority import create_authority, issue
 
 BUCKET = "dcr-wan"
 SETTINGS = {"bucket_bytes": 2 << 20, "deliver_threads": 8, "buckets_ahead": 16}

@@ -97,6 +97,10 @@ class Trained:
         return self._share.candidate_digest
 
     @property
+    def compared(self) -> tuple[int, int]:  # noqa: D102
+        return self._share.compared
+
+    @property
     def changes_found(self) -> Mapping[str, ChangeCount]:  # noqa: D102
         return self._share.changes_found
 

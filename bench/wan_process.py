@@ -28,6 +28,7 @@ from dcr.rollout.node import RolloutNode
 from dcr.rollout.torch.engine import TorchEngine
 from dcr.runtime.emission import Emission
 from dcr.runtime.observer import log_step
+from dcr.runtime.progress_log import untold
 from dcr.runtime.settings import Settings
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.refit import Refit
@@ -104,6 +105,7 @@ def owner() -> dict[str, Handler]:
             record_id="default",
             settings=settings,
             observe=log_step,
+            step=untold,
         )
         return {"elements": source.owned_elements}
 
@@ -183,7 +185,7 @@ def transfer() -> dict[str, Handler]:
         held["block"] = os.urandom(OBJECT_BYTES)
         return {}
 
-    def timed(act: Callable[[str], object], keys: list[str]) -> Request:
+    def timed(act: Callable[[str], None], keys: list[str]) -> Request:
         began = time.monotonic()
         in_parallel(lambda number: act(keys[number]), len(keys), OBJECTS_AT_ONCE)
         return {"began": began, "ended": time.monotonic()}

@@ -83,6 +83,8 @@ class Leader(ABC):
                 Step(self.leader, "ReadBack", w.record.epoch, operation_id),
                 *self.written(w.operation_id, revision),
             ]
+        if w.expected_revision is not None and (revision is None or revision < w.expected_revision):
+            return [ReadRecord()]  # older than our last write: it tells nothing of this one
         if revision != w.expected_revision:
             return self._overtaken("" if record is None else record.leader)
         # The old revision proves nothing: our write may still be on its way.  The same compare-and-set again settles

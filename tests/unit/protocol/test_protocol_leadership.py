@@ -259,3 +259,14 @@ def test_a_new_leader_goes_on_with_a_rollback() -> None:
     assert (at.record.open.direction, at.record.open.attempts) == (Direction.BACK, 3)
     orders = [o for o in at.take() if isinstance(o, Prepare | Emit)]
     assert [(o.target, o.base.version) for o in orders] == [(0, 0)] * 2
+
+
+def test_a_reading_older_than_the_last_write_says_nothing_of_the_next_one() -> None:
+    at, w = held_open()
+    assert w.expected_revision == at.revision
+    before = at.revision - 1
+    assert at.c.record_read(before, at.record, "before") == [ReadRecord()]
+    assert at.c.record_read(None, None, "") == [ReadRecord()]
+    at.do(at.c.written(w.operation_id, at.revision + 1))
+    assert at.c.phase is Phase.ATTEMPT
+    assert not at.fatal

@@ -1,7 +1,6 @@
 """One-line bugs in the roles, each of which the random schedules must find."""
 
 import pytest
-from deployment import run_schedule
 
 from dcr.protocol import fleet, receiver, registrar
 from dcr.protocol.coordinator import Coordinator
@@ -11,10 +10,11 @@ from dcr.protocol.rank_attempt import RankAttempt
 from dcr.protocol.receiver import Receiver
 from dcr.protocol.registrar import Registrar
 from dcr.protocol.session import Session
+from dcr.simulator.run import run_seed
 from tests.mutation import Mutant, apply
 
 SEEDS_MAX = 2000
-STEPS = 300
+STEPS = 150
 
 
 MUTANTS = [
@@ -138,8 +138,6 @@ MUTANTS = [
 def test_schedules_find(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     apply(mutant, monkeypatch)
     for seed in range(SEEDS_MAX):
-        try:
-            run_schedule(seed, STEPS)
-        except AssertionError:
+        if run_seed(seed, STEPS).failure is not None:
             return
     pytest.fail(f"{SEEDS_MAX} schedules did not find it")
