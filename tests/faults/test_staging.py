@@ -104,7 +104,7 @@ def test_fenced_while_it_stages_an_engine_frees_the_memory_and_serves_on(fleet_i
         assert status.refit is not None
         assert [s.stage for s in status.refit.stages] == ["receive", "decode", "stage", "apply"]
         fleet.wait(lambda: engine.node.statuses["a"].refit.stages[2].bytes == held(engine)[1] > 0)
-        assert engine.node.statuses["a"].refit.held_up_by.startswith("receive: payload ")
+        fleet.wait(lambda: engine.node.statuses["a"].refit.held_up_by.startswith("receive: payload "))
         assert mapped() >= held(engine)[1] > 0
         answered = len(engine.seen)
         fleet.wait(lambda: len(engine.seen) > answered + 5)
