@@ -325,8 +325,8 @@ class Node:
         return [AskToJoin()]
 
     def record_lost(self) -> list[Effect]:
-        """CloseGate: K was not reached for ``serve_lease_s``: what is served may be stale for all one knows (D16)."""
-        return self._close() if self.gate == "open" else []
+        """LoseRecord: K was not reached for ``serve_lease_s``: what is served may be stale for all one knows (D16)."""
+        return self._close("LoseRecord") if self.gate == "open" else []
 
     # ------------------------------------------------------------ the gate
 
@@ -360,7 +360,8 @@ class Node:
                 f"{self._work.order.epoch} since"
             )
         self.gate, self.serving, self._reported = "open", opening[1], epoch
-        return [Step(self.engine, "OpenGate", epoch, str(opening[1])), LetIn(opening[1]), ReportServing(*opening)]
+        step = Step(self.engine, "OpenGate", epoch, str(opening[1]), version=opening[1])
+        return [step, LetIn(opening[1]), ReportServing(*opening)]
 
     def gate_stuck(self, reason: str) -> list[Effect]:
         """The gate would not close, or caches would not reset: this engine cannot go on in this epoch."""
@@ -437,9 +438,9 @@ class Node:
         if epoch < self.fence:
             raise RefusedError(f"{self.engine}: order of epoch {epoch} refused: the gate's fence is at {self.fence}")
 
-    def _close(self) -> list[Effect]:
+    def _close(self, action: str = "CloseGate") -> list[Effect]:
         self.gate = "closing"
-        return [Step(self.engine, "CloseGate", self.fence), CloseGate(self.fence)]
+        return [Step(self.engine, action, self.fence), CloseGate(self.fence)]
 
     def _move(self, rank: str, epoch: int, before: str, after: str) -> _Work | None:
         """Note a rank's answer; None if it is not one that was waited for."""

@@ -18,6 +18,7 @@ from dcr.delivery.interface import Delivery
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import (
     Acknowledged,
@@ -37,8 +38,9 @@ from dcr.protocol.messages import (
 from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
+from dcr.runtime.event_log import EventLog
 from dcr.runtime.hub import Hub
-from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
@@ -65,6 +67,7 @@ class CoordinatorHost:
         secret: the secret of the run.
         settings: bounds.
         observe: called with every step of the coordinator role.
+        events: folder in which the coordinator writes its steps down; empty to write none.
     """
 
     def __init__(
@@ -78,13 +81,16 @@ class CoordinatorHost:
         secret: bytes,
         settings: Settings,
         observe: Observer = log_step,
+        events: str = "",
     ) -> None:
         self._record_id = record_id
         self._leader = leader
         self._control = control
         self._sweeper = Sweeper(delivery, record_id)
         self._settings = settings
-        self._observe = guarded(observe)
+        self._event_log = EventLog(events, "coordinator", leader, 0, settings.event_log_bytes_max)
+        self._event_log.start(Start(EVENT_LOG_VERSION, record_id, gate_mode=settings.gate_mode))
+        self._observe = self._event_log.before(observe)
         others = tuple(o for o in ("add", "xor") if o != settings.operation)
         self._role = Coordinator(
             record_id,
@@ -141,6 +147,8 @@ class CoordinatorHost:
         self._hub.close()
         self._thread.join(self._settings.drain_timeout_s)
         self._sweeper.close()
+        if not self._thread.is_alive():
+            self._event_log.close()
 
     # ------------------------------------------------------------ events
 

@@ -20,6 +20,7 @@ from dcr.protocol.errors import DcrError
 from dcr.protocol.layer_changes import LAYERS_REST
 from dcr.protocol.messages import Outcome
 from dcr.runtime.coordinator_host import CoordinatorHost
+from dcr.runtime.event_log import event_folder
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.owner_host import OwnerHost
 from dcr.runtime.registry import RelayDirectory
@@ -115,6 +116,7 @@ class Refit:
         self._delivery = SealedDelivery(
             open_delivery(delivery, RelayDirectory(self._control, record_id)), record_secret(secret, record_id)
         )
+        events = event_folder(settings.event_log, control)
         owners: list[str] = ranks.gather(source.owner)
         self._coordinator: CoordinatorHost | None = None
         if ranks.rank == 0:
@@ -127,6 +129,7 @@ class Refit:
                 secret=secret,
                 settings=settings,
                 observe=observe,
+                events=events,
             )
         address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
         self._host = OwnerHost(
@@ -139,6 +142,7 @@ class Refit:
             secret=secret,
             settings=settings,
             observe=observe,
+            events=events,
         )
         try:
             self._host.wait_connected()
