@@ -326,7 +326,10 @@ class Node:
 
     def record_lost(self) -> list[Effect]:
         """LoseRecord: K was not reached for ``serve_lease_s``: what is served may be stale for all one knows (D16)."""
-        return self._close("LoseRecord") if self.gate == "open" else []
+        if self.gate != "open":
+            return []
+        self.gate = "closing"
+        return [Step(self.engine, "LoseRecord", self.fence), CloseGate(self.fence)]
 
     # ------------------------------------------------------------ the gate
 
@@ -438,9 +441,9 @@ class Node:
         if epoch < self.fence:
             raise RefusedError(f"{self.engine}: order of epoch {epoch} refused: the gate's fence is at {self.fence}")
 
-    def _close(self, action: str = "CloseGate") -> list[Effect]:
+    def _close(self) -> list[Effect]:
         self.gate = "closing"
-        return [Step(self.engine, action, self.fence), CloseGate(self.fence)]
+        return [Step(self.engine, "CloseGate", self.fence), CloseGate(self.fence)]
 
     def _move(self, rank: str, epoch: int, before: str, after: str) -> _Work | None:
         """Note a rank's answer; None if it is not one that was waited for."""

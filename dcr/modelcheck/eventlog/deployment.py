@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from dcr.modelcheck.eventlog.order import Run
 from dcr.modelcheck.eventlog.read import Line
+from dcr.modelcheck.eventlog.run import Run
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind, PayloadIdentity
 from dcr.protocol.record import CommitRecord, Member, OwnerRef
@@ -64,7 +64,18 @@ class Deployment:
     # ------------------------------------------------------------ who
 
     def _owner_names(self) -> set[str]:
-        named = {o.owner for w in self.run.history.writes if w.record.open for o in w.record.open.owners}
+        """Of all owners.  Each owns the same elements throughout: the specification knows no other."""
+        named: set[str] = set()
+        for w in self.run.history.writes:
+            step, tr = w.line.event.step, w.record.open
+            of = step.owners if step is not None and step.owners else () if tr is None else tr.owners
+            found = {o.owner for o in of}
+            if named and found and found != named:
+                raise RefusedError(
+                    f"{w.line.place}: the trainer has other ranks than before ({', '.join(sorted(found))} instead of "
+                    f"{', '.join(sorted(named))}), so that each owns other elements: such a run cannot be checked"
+                )
+            named |= found
         return {*self.run.owners, *named}
 
     def _leader_names(self) -> list[str]:
@@ -133,8 +144,8 @@ class Deployment:
         self.cells = {name: max((n for (o, _, _), n in counts.items() if o == name), default=1) for name in self.owners}
         if sum(self.cells.values()) > CELLS_MAX:
             raise RefusedError(
-                f"an attempt of {sum(self.cells.values())} payloads: at most {CELLS_MAX} can be checked; larger buckets "
-                "(bucket_bytes) make fewer payloads"
+                f"an attempt of {sum(self.cells.values())} payloads: at most {CELLS_MAX} can be checked; larger "
+                "buckets (bucket_bytes) make fewer payloads"
             )
         self._changed: dict[tuple[str, str], int] = {}
         for (name, _, epoch), n in counts.items():

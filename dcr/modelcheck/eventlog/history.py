@@ -44,6 +44,7 @@ class History:
         first_revision: its revision.
         writes: what followed.
         created: the line that created K, if the logs have it.
+        wrong: what is wrong with a line that does not follow, by its id.
 
     Raises:
         RefusedError: no leader wrote K.
@@ -64,6 +65,7 @@ class History:
         else:
             raise RejectedError(first.line, "the log of the leader that wrote K before this is not there")
         self.writes: list[Write] = []
+        self.wrong: dict[int, str] = {}
         self._fill(rest)
 
     def _fill(self, found: list[Write]) -> None:
@@ -75,7 +77,7 @@ class History:
                 record, revision = unlogged.record, unlogged.revision
             elif w.revision > revision + 1:
                 missing = f"revision {revision + 1}" + (f" to {w.revision - 1}" if w.revision > revision + 2 else "")
-                raise RejectedError(w.line, f"K was written at {missing}, and no log says by whom")
+                self.wrong[id(w.line)] = f"K was written at {missing} before, and no log says by whom"
             self.writes.append(w)
             record, revision = w.record, max(w.revision, revision)
 
@@ -84,9 +86,13 @@ class History:
         """Of the last write."""
         return self.writes[-1].revision if self.writes else self.first_revision
 
-    def written(self, revision: int) -> Write | None:
-        """The write that made a revision, the first if several claim it."""
-        return next((w for w in self.writes if w.revision == revision), None)
+    def at(self, revision: int) -> Write | None:
+        """The write that whoever read this revision saw; None for K as it was at first."""
+        return next((w for w in reversed(self.writes) if w.revision <= revision), None)
+
+    def after(self, revision: int) -> Write | None:
+        """The next write."""
+        return next((w for w in self.writes if w.revision > revision), None)
 
     def opened(self, epoch: int) -> Write | None:
         """The write with which an epoch began."""

@@ -33,6 +33,8 @@ class _Writer:
             case dict() if field in _CONTENTS:
                 number = self.contents.setdefault(tuple(value[c] for c in self._cells), len(self.contents) + 1)
                 return f"ContentAt[{number}]"
+            case dict() if not value:
+                return "[ nobody \\in {} |-> 0 ]"
             case dict():
                 return "[ " + ", ".join(f"{name} |-> {self.text(v, name)}" for name, v in value.items()) + " ]"
 
@@ -68,7 +70,8 @@ def write_model(folder: Path, d: Deployment, steps: Sequence[SpecStep]) -> None:
                 "  CHOOSE i \\in 1 .. Len(CellNames) : CellNames[i] = p ]",
                 "CellOwner == [ p \\in DOMAIN CellNumber |-> CellOwners[CellNumber[p]] ]",
                 f"Contents == <<\n{rows} >>",
-                "ContentAt == [ i \\in 1 .. Len(Contents) |-> [ p \\in DOMAIN CellNumber |-> Contents[i][CellNumber[p]] ] ]",
+                "ContentAt == [ i \\in 1 .. Len(Contents) |->",
+                "  [ p \\in DOMAIN CellNumber |-> Contents[i][CellNumber[p]] ] ]",
                 f"FirstRecord == {first}",
                 f"Lines == <<\n{lines} >>",
                 "====",

@@ -15,118 +15,15 @@ incarnation after that: everything that could have happened before it, happens b
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from itertools import pairwise
 
-from dcr.modelcheck.eventlog.history import History, Write
-from dcr.modelcheck.eventlog.read import Line, Logs
-from dcr.protocol.event import Event
-from dcr.protocol.record import Member, OwnerRef
-from dcr.protocol.step import Step
+from dcr.modelcheck.eventlog.history import Write
+from dcr.modelcheck.eventlog.read import Line
+from dcr.modelcheck.eventlog.run import READS_K, Run
+from dcr.protocol.record import CommitRecord, Member, OwnerRef
 
 _ORDER = {"rank": 0, "owner": 1, "node": 2, "coordinator": 3}
 _START = 4
-_READS_K = ("CloseGate", "OpenGate")
-
-
-@dataclass
-class Run:
-    """Who took part, and what each wrote down.
-
-    Attributes:
-        history: K, write by write.
-        nodes: chains of node agents by engine, and by incarnation in rising order.
-        ranks: chains of ranks by (engine, incarnation of the rank).
-        owners: chains of owners by name, and by incarnation.
-        leaders: chains of coordinators by name.
-        engine_of: the engine incarnation that a rank incarnation belongs to, and the rank's name.
-        notes: what is to be said about what was read.
-    """
-
-    history: History
-    nodes: dict[str, dict[int, list[Line]]] = field(default_factory=lambda: defaultdict(dict))
-    ranks: dict[tuple[str, int], list[Line]] = field(default_factory=dict)
-    owners: dict[str, dict[int, list[Line]]] = field(default_factory=lambda: defaultdict(dict))
-    leaders: dict[str, list[Line]] = field(default_factory=dict)
-    engine_of: dict[tuple[str, int], tuple[int, str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, logs: Logs) -> "Run":
-        """From the files; see ``History`` for what is raised."""
-        run = cls(History(line for chain in logs.chains for line in chain), notes=list(logs.notes))
-        for chain in logs.chains:
-            e = chain[0].event
-            lines = run._known(chain)
-            match e.role:
-                case "node":
-                    run.nodes[e.name][e.incarnation] = lines
-                case "rank":
-                    run.ranks[e.name, e.incarnation] = lines
-                case "owner":
-                    run.owners[e.name][e.incarnation] = lines
-                case _:
-                    run.leaders[e.name] = lines
-        for by in (*run.nodes.values(), *run.owners.values()):
-            for incarnation in sorted(by):
-                by[incarnation] = by.pop(incarnation)
-        for engine, by in run.nodes.items():
-            for incarnation, lines in by.items():
-                start = lines[0].event.start
-                for rank, its in ({} if start is None else start.ranks).items():
-                    run.engine_of.setdefault((engine, its), (incarnation, rank))
-        for key in [k for k in run.ranks if k not in run.engine_of]:
-            chain_of = run.ranks.pop(key)
-            if len(chain_of) > 1:
-                run.notes.append(f"{chain_of[0].path.name}: not checked: no node agent's log names this rank")
-        run._seal_what_was_read()
-        return run
-
-    def _known(self, chain: tuple[Line, ...]) -> list[Line]:
-        """The lines up to the first that read a K of which no leader's log tells."""
-        last = self.history.last_revision
-        for at, line in enumerate(chain):
-            if line.event.k > last and line.event.action in _READS_K:
-                self.notes.append(
-                    f"{line.place}: not checked from here on: it read K at revision {line.event.k}, and the last write "
-                    f"that a leader's log tells of is revision {last}"
-                )
-                return list(chain[:at])
-        return list(chain)
-
-    def _seal_what_was_read(self) -> None:
-        """An owner that was killed may have delivered a seal, and not have written it down: ranks that read it did."""
-        read: dict[tuple[OwnerRef, int], int] = defaultdict(int)
-        for lines in self.ranks.values():
-            for line in lines:
-                step = line.event.step
-                if step is not None and step.owner is not None:
-                    read[step.owner, step.epoch] += 0
-                if step is not None and step.payload is not None:
-                    i = step.payload
-                    ref = OwnerRef(i.owner, i.owner_incarnation)
-                    if (ref, i.epoch) in read or step.action == "BeginWrite":
-                        read[ref, i.epoch] = max(read[ref, i.epoch], i.sequence + 1)
-        delivered = {
-            (step.owner, step.epoch)
-            for lines in self.ranks.values()
-            for line in lines
-            if (step := line.event.step) is not None and step.owner is not None
-        }
-        for ref, epoch in sorted(delivered):
-            lines = self.owners.get(ref.owner, {}).get(ref.incarnation, [])
-            steps = [line.event.step for line in lines if line.event.step is not None]
-            last = steps[-1] if steps else None
-            if last is not None and last.action == "Emit" and last.epoch == epoch:
-                step = Step(ref.owner, "Seal", epoch, payloads=read[ref, epoch])
-                event = Event(0, "owner", ref.owner, ref.incarnation, step=step)
-                lines.append(Line(lines[-1].path, lines[-1].number, event, "not written down: the owner was gone"))
-
-    @property
-    def chains(self) -> list[list[Line]]:
-        """Every actor's lines."""
-        of_nodes = [lines for by in self.nodes.values() for lines in by.values()]
-        of_owners = [lines for by in self.owners.values() for lines in by.values()]
-        return [*self.leaders.values(), *of_owners, *of_nodes, *self.ranks.values()]
 
 
 def in_order(run: Run) -> list[Line]:
@@ -184,12 +81,10 @@ class _Sorter:
         self._in_turn(([h.created] if h.created is not None else []) + list(h.writes))
         for w in h.writes:
             self._write(w)
-        for name, line in ((n, x) for n, chain in self._run.leaders.items() for x in chain):
-            if line.event.action in ("Publish", "FinishTransition"):
-                self._after_commit(name, line)
+        for chain in self._run.leaders.values():
+            self._after_commits(chain)
         for by in (*self._run.nodes.values(), *self._run.owners.values()):
-            incarnations = list(by.values())
-            for old, new in zip(incarnations, incarnations[1:], strict=False):
+            for old, new in pairwise(list(by.values())):
                 self._put(old[-1], new[0])
         for (engine, incarnation), lines in self._run.ranks.items():
             self._rank(self._node_of(engine, incarnation), lines)
@@ -214,29 +109,33 @@ class _Sorter:
         return None if lines is None else lines[0]
 
     def _ranks_of(self, m: Member) -> set[int]:
-        return {its for (engine, its), (of, _) in self._run.engine_of.items() if (engine, of) == (m.engine, m.incarnation)}
+        of = self._run.engine_of
+        return {its for (engine, its), (i, _) in of.items() if (engine, i) == (m.engine, m.incarnation)}
 
     def _write(self, w: Write) -> None:
-        step, k = w.line.event.step, w.record
+        step, k, action = w.line.event.step, w.record, w.line.event.action
         assert step is not None
-        named: list[Member | OwnerRef] = [*k.members, *step.members, *step.owners]
-        if k.open is not None and w.line.event.action == "OpenAttempt":
-            named += k.open.owners
-        if w.line.event.action in ("OpenAttempt", "OpenRestore", "Admit"):
+        if action in ("OpenAttempt", "OpenRestore", "Admit"):
+            opening = k.open.owners if k.open is not None and action == "OpenAttempt" else ()
+            named: tuple[Member | OwnerRef, ...] = (*k.members, *step.members, *step.owners, *opening)
             for m in named:
                 self._put(self._started(m), w)
-        if w.line.event.action == "Commit":
+        if action == "OpenAttempt":
+            self._ready(k)
+        if action == "Commit":
             for o in k.committed.owners if k.committed is not None else ():
                 self._answers("Seal", k.epoch, {o.incarnation}, o.owner, w.line)
-        if w.line.event.action in ("Commit", "Admit"):
+        if action in ("Commit", "Admit"):
             for m in k.members:
-                for epoch in [k.epoch] if w.line.event.action == "Commit" else range(k.epoch + 1):
+                for epoch in [k.epoch] if action == "Commit" else range(k.epoch + 1):
                     self._answers("Acknowledge", epoch, self._ranks_of(m), m.engine, w.line)
-        if w.line.event.action == "OpenAttempt":
-            for order in self._by["OrderOpenApply", k.epoch]:
-                for m in k.members:
-                    for action in ("Fence", "Stage"):
-                        self._answers(action, k.epoch, self._ranks_of(m), m.engine, order)
+
+    def _ready(self, k: CommitRecord) -> None:
+        """Members are ordered to write when all of them are prepared or have staged."""
+        for order in self._by.get(("OrderOpenApply", k.epoch), ()):
+            for m in k.members:
+                for action in ("Fence", "Stage"):
+                    self._answers(action, k.epoch, self._ranks_of(m), m.engine, order)
 
     def _answers(self, action: str, epoch: int, incarnations: set[int], name: str, then: Line) -> None:
         for line in self._by.get((action, epoch), ()):
@@ -247,24 +146,23 @@ class _Sorter:
     def _hopeless(line: Line) -> bool:
         return line.event.step is not None and not line.event.step.armed
 
-    def _after_commit(self, leader: str, line: Line) -> None:
+    def _after_commits(self, chain: list[Line]) -> None:
         """Owners fold what was published, and a transition ends when they have."""
-        chain = self._run.leaders[leader]
-        before = [w for w in self._run.history.writes if w.line in chain[: chain.index(line)]]
-        c = before[-1].record.committed if before else self._run.history.first.committed
-        if c is None:
-            return
-        if line.event.action == "Publish":
-            told = {x.event.name for x in self._by["BeginFold", c.epoch] if self._waits_for_publication(x)}
-            for x in self._by["BeginFold", c.epoch]:
-                if x.event.name not in told:
-                    self._put(line, x)
-            return
-        first = next((x for x in self._by.get(("FinishTransition", c.epoch), ()) if x.event.name == leader), None)
-        if line is first:
-            for action in ("EndFold", "LoseBaseline"):
-                for x in self._by.get((action, c.epoch), ()):
-                    self._put(x, line)
+        written = {id(w.line): w.record.committed for w in self._run.history.writes}
+        c = self._run.history.first.committed
+        finished: set[int] = set()
+        for line in chain:
+            c = written.get(id(line), c)
+            epoch = 0 if c is None else c.epoch
+            if line.event.action == "Publish":
+                for x in self._by.get(("BeginFold", epoch), ()):
+                    if not self._waits_for_publication(x):
+                        self._put(line, x)
+            elif line.event.action == "FinishTransition" and epoch not in finished:
+                finished.add(epoch)
+                for action in ("EndFold", "LoseBaseline"):
+                    for x in self._by.get((action, epoch), ()):
+                        self._put(x, line)
 
     def _waits_for_publication(self, line: Line) -> bool:
         waits = self._waits[self._number[id(line)]]
@@ -279,21 +177,27 @@ class _Sorter:
             if step.action in ("Emit", "EmitFailed"):
                 self._put(h.opened(step.epoch), line)
             elif step.action == "BeginFold":
-                commit = h.committed(step.epoch)
-                self._put(commit, line)
-                if commit is not None:
-                    self._put(line, h.commit_after(commit))
+                self._while_committed(line, step.epoch)
 
     def _node(self, lines: list[Line]) -> None:
         h = self._run.history
         for line in lines:
-            if line.event.action in _READS_K:
-                self._put(h.written(line.event.k), line)
-                self._put(line, h.written(line.event.k + 1))
+            if line.event.action in READS_K:
+                self._put(h.at(line.event.k), line)
+                self._put(line, h.after(line.event.k))
+                if line.event.action == "OpenGate":
+                    self._holds(line)
             elif line.event.action == "GateClosed" and line.event.step is not None:
                 for order in self._by.get(("OrderOpenApply", line.event.step.epoch), ()):
                     if self._closes_to_apply(lines, line):
                         self._put(order, line)
+
+    def _holds(self, opened: Line) -> None:
+        """A gate that opens in the epoch of a restore opens on what its ranks acknowledged: they need no admission."""
+        w = self._run.history.at(opened.event.k)
+        m = Member(opened.event.name, opened.event.incarnation)
+        if w is not None:
+            self._answers("Acknowledge", w.record.epoch, self._ranks_of(m), m.engine, opened)
 
     @staticmethod
     def _closes_to_apply(lines: list[Line], line: Line) -> bool:
@@ -314,22 +218,24 @@ class _Sorter:
                     self._put(line, h.passed(step.epoch))
                     self._fence(node, line, step.epoch)
                 case "OpenApply":
-                    for order in self._by.get(("OrderOpenApply", step.epoch), ()):
-                        self._put(order, line)
-                    for closed in node:
-                        if closed.event.step is not None and closed.event.step.epoch == step.epoch:
-                            if closed.event.action == "GateClosed":
-                                self._put(closed, line)
+                    closed = [x for x in self._by.get(("GateClosed", step.epoch), ()) if x in node]
+                    for x in (*self._by.get(("OrderOpenApply", step.epoch), ()), *closed):
+                        self._put(x, line)
                 case "BeginWrite" if step.payload is not None:
                     i = step.payload
                     self._answers("Emit", step.epoch, {i.owner_incarnation}, i.owner, line)
                 case "DeliverManifest" if step.owner is not None:
                     self._answers("Seal", step.epoch, {step.owner.incarnation}, step.owner.owner, line)
                 case "LearnCommit":
-                    commit = h.committed(step.epoch)
-                    self._put(commit, line)
-                    if commit is not None:
-                        self._put(line, h.commit_after(commit))
+                    self._while_committed(line, step.epoch)
+
+    def _while_committed(self, line: Line, epoch: int) -> None:
+        """It was taken while K named this commit."""
+        h = self._run.history
+        commit = h.committed(epoch)
+        self._put(commit, line)
+        if commit is not None:
+            self._put(line, h.commit_after(commit))
 
     def _fence(self, node: list[Line], line: Line, epoch: int) -> None:
         """A node's lines before its ranks are prepared, and the one that says that they are."""
@@ -358,10 +264,11 @@ class _Sorter:
     def _second(self, line: Line) -> bool:
         """A start of another incarnation than the first, which ends the one before."""
         e = line.event
-        by = self._run.nodes.get(e.name) if e.role == "node" else self._run.owners.get(e.name)
-        return bool(by) and e.incarnation != next(iter(by))
+        by = (self._run.nodes if e.role == "node" else self._run.owners).get(e.name, {})
+        return e.incarnation != next(iter(by), e.incarnation)
 
     def sorted(self) -> list[Line]:
+        """Every line once, after all that must come before it."""
         waits = {number: set(self._waits[number]) for number in range(len(self._lines))}
         ready = [self._key(number) for number, before in waits.items() if not before]
         heapq.heapify(ready)
@@ -380,7 +287,7 @@ class _Sorter:
         return done
 
     def _least_likely(self, waits: dict[int, set[int]], taken: set[int]) -> int:
-        """Of lines that wait for each other, the first of an actor that waits for the latest write of K."""
+        """Of actors' next lines that wait for what must come after them, one that waits for the latest write of K."""
         heads: dict[int, int] = {}
         for number in range(len(self._lines)):
             if number not in taken:
@@ -390,4 +297,16 @@ class _Sorter:
         def future(number: int) -> int:
             return max((revisions.get(id(self._lines[i]), 0) for i in waits[number]), default=0)
 
-        return max(heads.values(), key=lambda number: (future(number), -number))
+        circular = [number for number in heads.values() if self._reaches(number, waits[number])]
+        return max(circular or heads.values(), key=lambda number: (future(number), -number))
+
+    def _reaches(self, number: int, those: set[int]) -> bool:
+        """Whether one of those must come after a line."""
+        seen, waiting = {number}, [number]
+        while waiting:
+            for later in self._after[waiting.pop()] - seen:
+                if later in those:
+                    return True
+                seen.add(later)
+                waiting.append(later)
+        return False

@@ -25,9 +25,9 @@ class RejectedError(DcrError):
         self.why = why
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Line:
-    """One event, and where it stands."""
+    """One event, and where it stands.  A line is like no other, whatever it says."""
 
     path: Path
     number: int
@@ -72,7 +72,9 @@ def read_logs(folder: Path) -> Logs:
         RejectedError: lines are missing, or one is damaged, where no kill can have done it.
     """
     if not folder.is_dir():
-        raise RefusedError(f"{folder}: no such folder; processes write their events beside the record, in RECORD.events")
+        raise RefusedError(
+            f"{folder}: no such folder; processes write their events beside the record, in RECORD.events"
+        )
     notes: list[str] = []
     found = [(path, _read(path, notes)) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     chains = tuple(lines for _, lines in found if lines)

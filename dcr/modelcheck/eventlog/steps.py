@@ -169,6 +169,8 @@ class _Mapping:
             raise RejectedError(line, "K was created before")
         step = line.event.step
         assert step is not None
+        if why := d.run.history.wrong.get(id(line)):
+            raise RejectedError(line, why)
         if k.version not in d.contents:
             raise RejectedError(line, f"version {k.version} was committed by no line")
         values = {**by, "record": record_of(d, k, write.revision, action)}

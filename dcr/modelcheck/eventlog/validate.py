@@ -11,8 +11,9 @@ from dcr.modelcheck import tlc
 from dcr.modelcheck.checker import CheckerError
 from dcr.modelcheck.eventlog.deployment import Deployment
 from dcr.modelcheck.eventlog.module import CONFIG, write_model
-from dcr.modelcheck.eventlog.order import Run, in_order
+from dcr.modelcheck.eventlog.order import in_order
 from dcr.modelcheck.eventlog.read import Line, RejectedError, read_logs
+from dcr.modelcheck.eventlog.run import Run
 from dcr.modelcheck.eventlog.steps import SpecStep, steps_of
 from dcr.modelcheck.eventlog.why import why_not
 
