@@ -13,6 +13,8 @@ from dcr.protocol.session import digest_sum
 GARBAGE = -1
 FOREIGN = 1_000_000
 """From here on values stand for contents that no version has."""
+NOBODY = 1_000_000
+"""From here on numbers stand for incarnations that no log is of."""
 CELLS_MAX = 20_000
 
 Content = dict[str, int]
@@ -34,6 +36,7 @@ class Deployment:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._nobodys: dict[tuple[str, int], int] = {}
         self.engines = {name: f"e{i}" for i, name in enumerate(sorted(run.nodes), 1)}
         self.owners = {name: f"o{i}" for i, name in enumerate(sorted(self._owner_names()), 1)}
         self.leaders = {name: f"c{i}" for i, name in enumerate(self._leader_names(), 1)}
@@ -103,12 +106,12 @@ class Deployment:
         return self.incarnations["engine", e.name][incarnation]
 
     def incarnation(self, of: Member | OwnerRef) -> int:
-        """1, 2, 3, ...; 0 for one that no log is of."""
+        """1, 2, 3, ... in rising order; one that no log is of has a number that is nobody's."""
         kind, name = ("engine", of.engine) if isinstance(of, Member) else ("owner", of.owner)
         known = self.incarnations.get((kind, name), {})
         if of.incarnation in known:
             return known[of.incarnation]
-        return 0 if not known else sum(i < of.incarnation for i in known)
+        return self._nobodys.setdefault((name, of.incarnation), NOBODY + len(self._nobodys))
 
     def members(self, members: Iterable[Member]) -> dict[str, int]:
         """A roster of the model."""
@@ -176,12 +179,20 @@ class Deployment:
     # ------------------------------------------------------------ contents
 
     def _number_candidates(self) -> None:
-        tokens = dict.fromkeys(w.record.open.candidate for w in self.run.history.writes if w.record.open is not None)
-        first = self.run.history.first
-        known = [c for c in (first.committed and first.committed.candidate, first.open and first.open.candidate) if c]
-        for token in known:
-            tokens.pop(token, None)
-        self.candidates = {token: n for n, token in enumerate([*dict.fromkeys(known), *tokens], 1)}
+        """A candidate's number: a new one for each transition, for one that was abandoned may be offered again."""
+        k = self.run.history.first
+        known = [c for c in (k.committed and k.committed.candidate, k.open and k.open.candidate) if c]
+        numbers = {token: n for n, token in enumerate(dict.fromkeys(known), 1)}
+        self.first_named = dict(numbers)
+        self.named: dict[int, dict[str, int]] = {}
+        """By id of a write's line, what its tokens stand for."""
+        last = len(numbers)
+        for w in self.run.history.writes:
+            if w.record.open is not None and (k.open is None or k.open.candidate != w.record.open.candidate):
+                last += 1
+                numbers = {**numbers, w.record.open.candidate: last}
+            self.named[id(w.line)] = numbers
+            k = w.record
 
     def _number_contents(self) -> None:
         """Every version's content, by number and by digest; and of which versions an owner's share is known."""
@@ -199,7 +210,8 @@ class Deployment:
             c = w.record.committed
             if w.line.event.action != "Commit" or c is None or w.record.version == version:
                 continue
-            self.contents[w.record.version] = self.candidate(c.candidate, self.contents[version])
+            number = self.named[id(w.line)][c.candidate]
+            self.contents[w.record.version] = self.candidate(c.candidate, number, self.contents[version])
             version = w.record.version
             self.by_digest[w.record.baseline_id] = version
             for o in c.owners:
@@ -219,9 +231,9 @@ class Deployment:
                 return step.content_digest
         return ""
 
-    def candidate(self, token: str, base: Content) -> Content:
+    def candidate(self, token: str, number: int, base: Content) -> Content:
         """What the weights are, cell by cell, where they are offered under this token over a version's content."""
-        content, number = dict(base), self.candidates[token]
+        content = dict(base)
         for name in self.owners:
             for i in range(self._changed.get((name, token), 0)):
                 content[self.cell(name, i)] = number

@@ -55,7 +55,7 @@ def write_model(folder: Path, d: Deployment, steps: Sequence[SpecStep]) -> None:
     writer = _Writer(cells)
     lines = ",\n".join(f"  {writer.text({'name': s.name, **s.values})}" for s in steps)
     h = d.run.history
-    first = writer.text(record_of(d, h.first, h.first_revision, "CreateRecord"))
+    first = writer.text(record_of(d, h.first, h.first_revision, "CreateRecord", d.first_named))
     rows = ",\n".join("  << " + ", ".join(map(str, content)) + " >>" for content in writer.contents)
     owners = ", ".join(f'"{o}"' for o in d.owner_of.values())
     names = ", ".join(f'"{c}"' for c in cells)

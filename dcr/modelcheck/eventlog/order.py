@@ -35,6 +35,10 @@ def in_order(run: Run) -> list[Line]:
     return _Sorter(run).sorted()
 
 
+def _role(line: Line) -> int:
+    return _ORDER[line.event.role]
+
+
 class _Sorter:
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -43,6 +47,7 @@ class _Sorter:
         self._after: dict[int, set[int]] = defaultdict(set)
         self._waits: dict[int, set[int]] = defaultdict(set)
         self._chain: dict[int, int] = {}
+        self._late: set[tuple[int, int]] = set()
         for number, chain in enumerate(run.chains):
             for line in chain:
                 self._add(line, number)
@@ -60,6 +65,12 @@ class _Sorter:
         self._number[id(line)] = len(self._lines)
         self._chain[len(self._lines)] = chain
         self._lines.append(line)
+
+    def _until(self, line: Line, write: Write | None) -> None:
+        """What a line says was so until this write, which need not wait for a line that comes too late."""
+        self._put(line, write)
+        if write is not None and id(write.line) in self._number:
+            self._late.add((self._number[id(line)], self._number[id(write.line)]))
 
     def _put(self, first: Line | Write | None, then: Line | Write | None) -> None:
         a, b = (x.line if isinstance(x, Write) else x for x in (first, then))
@@ -138,8 +149,11 @@ class _Sorter:
                     self._answers(action, k.epoch, self._ranks_of(m), m.engine, order)
 
     def _answers(self, action: str, epoch: int, incarnations: set[int], name: str, then: Line) -> None:
+        """What these actors did first of this kind is what was answered; whatever is there twice comes too late."""
+        waiting = set(incarnations)
         for line in self._by.get((action, epoch), ()):
-            if line.event.name == name and line.event.incarnation in incarnations and not self._hopeless(line):
+            if line.event.name == name and line.event.incarnation in waiting and not self._hopeless(line):
+                waiting.discard(line.event.incarnation)
                 self._put(line, then)
 
     @staticmethod
@@ -184,7 +198,7 @@ class _Sorter:
         for line in lines:
             if line.event.action in READS_K:
                 self._put(h.at(line.event.k), line)
-                self._put(line, h.after(line.event.k))
+                self._until(line, h.after(line.event.k))
                 if line.event.action == "OpenGate":
                     self._holds(line)
             elif line.event.action == "GateClosed" and line.event.step is not None:
@@ -208,6 +222,7 @@ class _Sorter:
     def _rank(self, node: list[Line], lines: list[Line]) -> None:
         h = self._run.history
         self._put(node[0], lines[0])
+        fenced: set[int] = set()
         for line in lines:
             step = line.event.step
             if step is None:
@@ -215,8 +230,10 @@ class _Sorter:
             match step.action:
                 case "Fence":
                     self._put(h.opened(step.epoch), line)
-                    self._put(line, h.passed(step.epoch))
-                    self._fence(node, line, step.epoch)
+                    self._until(line, h.passed(step.epoch))
+                    if step.epoch not in fenced:
+                        self._fence(node, line, step.epoch)
+                    fenced.add(step.epoch)
                 case "OpenApply":
                     closed = [x for x in self._by.get(("GateClosed", step.epoch), ()) if x in node]
                     for x in (*self._by.get(("OrderOpenApply", step.epoch), ()), *closed):
@@ -235,7 +252,7 @@ class _Sorter:
         commit = h.committed(epoch)
         self._put(commit, line)
         if commit is not None:
-            self._put(line, h.commit_after(commit))
+            self._until(line, h.commit_after(commit))
 
     def _fence(self, node: list[Line], line: Line, epoch: int) -> None:
         """A node's lines before its ranks are prepared, and the one that says that they are."""
@@ -287,7 +304,10 @@ class _Sorter:
         return done
 
     def _least_likely(self, waits: dict[int, set[int]], taken: set[int]) -> int:
-        """Of actors' next lines that wait for what must come after them, one that waits for the latest write of K."""
+        """Of actors' next lines that wait for what must come after them, the one that is likeliest to come too early.
+
+        A write of K that waits only for lines that speak of what was before it goes on: they come too late.
+        """
         heads: dict[int, int] = {}
         for number in range(len(self._lines)):
             if number not in taken:
@@ -298,7 +318,11 @@ class _Sorter:
             return max((revisions.get(id(self._lines[i]), 0) for i in waits[number]), default=0)
 
         circular = [number for number in heads.values() if self._reaches(number, waits[number])]
-        return max(circular or heads.values(), key=lambda number: (future(number), -number))
+        for number in circular:
+            if all((i, number) in self._late for i in waits[number]):
+                return number
+        found = circular or list(heads.values())
+        return max(found, key=lambda n: (future(n), self._lines[n].event.role == "node", -_role(self._lines[n]), -n))
 
     def _reaches(self, number: int, those: set[int]) -> bool:
         """Whether one of those must come after a line."""

@@ -1,6 +1,6 @@
 """Lines as steps of the specification: each line one, with those before it that no line tells of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dcr.modelcheck.eventlog.deployment import GARBAGE, Content, Deployment
@@ -49,13 +49,13 @@ def steps_of(deployment: Deployment, lines: list[Line]) -> Iterator[SpecStep]:
         yield from mapping.of(line)
 
 
-def record_of(d: Deployment, k: CommitRecord, revision: int, reason: str) -> dict[str, Value]:
-    """K in the model."""
+def record_of(d: Deployment, k: CommitRecord, revision: int, reason: str, named: Mapping[str, int]) -> dict[str, Value]:
+    """K in the model; ``named`` says what its tokens stand for."""
     tr, c = k.open, k.committed
     nobody: dict[str, Value] = dict.fromkeys(d.owners.values(), 0)
     opened: dict[str, Value] = {
         "target": 0 if tr is None else tr.target,
-        "candidate": 0 if tr is None else d.candidates[tr.candidate],
+        "candidate": 0 if tr is None else named[tr.candidate],
         "attempts": 0 if tr is None else tr.attempts,
         "kind": "none" if tr is None else tr.kind.value,
         "direction": "none" if tr is None else tr.direction.value,
@@ -65,7 +65,7 @@ def record_of(d: Deployment, k: CommitRecord, revision: int, reason: str) -> dic
     committed: dict[str, Value] = {
         "version": 0 if c is None else c.version,
         "epoch": 0 if c is None else c.epoch,
-        "candidate": 0 if c is None else d.candidates[c.candidate],
+        "candidate": 0 if c is None else named[c.candidate],
         "direction": "none" if c is None else c.direction.value,
         "members": {**d.members(() if c is None else c.members)},
         "root": {**d.seats(() if c is None else c.owners)},
@@ -90,7 +90,7 @@ class _Mapping:
         self._k = deployment.run.history.first
         self._gate: dict[str, str] = {}  # by engine, as its lines have it
         self._node_started: set[tuple[str, int]] = set()
-        self._offered = self._k.open.candidate if self._k.open is not None else ""
+        self._offered = deployment.first_named[self._k.open.candidate] if self._k.open is not None else 0
         self._digests: dict[tuple[str, int, str], str] = {}  # of what an owner sealed first of a candidate
 
     def of(self, line: Line) -> Iterator[SpecStep]:
@@ -173,11 +173,12 @@ class _Mapping:
             raise RejectedError(line, why)
         if k.version not in d.contents:
             raise RejectedError(line, f"version {k.version} was committed by no line")
-        values = {**by, "record": record_of(d, k, write.revision, action)}
-        if action == "OpenAttempt" and k.open is not None and k.open.candidate != self._offered:
-            self._offered = k.open.candidate
-            content: dict[str, Value] = {**d.candidate(k.open.candidate, d.contents[k.version])}
-            offered: dict[str, Value] = {"candidate": d.candidates[k.open.candidate], "content": content}
+        named = d.named[id(line)]
+        values = {**by, "record": record_of(d, k, write.revision, action, named)}
+        if action == "OpenAttempt" and k.open is not None and named[k.open.candidate] != self._offered:
+            number = self._offered = named[k.open.candidate]
+            content: dict[str, Value] = {**d.candidate(k.open.candidate, number, d.contents[k.version])}
+            offered: dict[str, Value] = {"candidate": number, "content": content}
             yield SpecStep("CandidateReady", line, offered, hidden=True)
         if action == "OpenRestore":
             values["members"] = {**d.members(step.members)}

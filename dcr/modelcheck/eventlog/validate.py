@@ -60,7 +60,7 @@ def validate(folder: Path, spec: Path, *, heap: str = "3g", timeout_s: float = 6
         logs = read_logs(folder)
         run = Run.of(logs)
     except RejectedError as e:
-        return Validation(False, "", 0, 0, 0, time.monotonic() - start, (), e.line.place, (str(e),))
+        return Validation(False, "", 0, 0, 0, time.monotonic() - start, (), _named(e.line), (e.why,))
     deployment = Deployment(run)
     lines = in_order(run)
     steps, wrong = _steps(deployment, lines)
