@@ -8,6 +8,7 @@ def test_every_default_is_a_bound():
     for name in Settings.__struct_fields__:
         value = getattr(Settings(), name)
         choices = {"operation": ("add", "xor"), "gate_mode": ("sync", "async"), "readback": ("restore",)}
+        choices["event_log"] = ("beside",)
         assert value in choices[name] if name in choices else value > 0
 
 
