@@ -25,8 +25,9 @@ test: install ## lint, and every test that is not marked long
 	&& $(BIN)/pytest -m "not long" $(SLOW)); status=$$?; \
 	echo "make test: $$(( $$(date +%s) - $(START) )) s"; exit $$status
 
-test-long: install ## the tests marked long
+test-long: install ## the tests marked long, and what fault tests wrote down, held to the specification
 	$(BIN)/pytest -m long
+	DCR_VALIDATE_LOGS=1 $(BIN)/pytest tests/faults
 
 traces: install ## take the traces that tests replay from the specification anew (spec/tla/traces)
 	$(BIN)/dcr spec traces

@@ -22,6 +22,7 @@ there:
   dcr spec traces                   behaviours as ITF, to be replayed: spec/tla/traces, all of it made again
   dcr spec replay                   that the code does what these traces do, and refuses what they could not
   dcr spec replay --graph MODEL     the same for every step of a model's whole state graph
+  dcr spec validate DIR             that what the processes of a run wrote down is a behaviour of the specification
 
 A counterexample is printed as a story and saved as ITF.  TLC is installed with dcr.  Apalache (--checker apalache) is
 used where apalache-mc is on PATH; where it is not, the command says so and fails."""
@@ -133,6 +134,21 @@ def add(commands: Any) -> None:
     replay.add_argument("--graph", metavar="MODEL", help="replay every step of this model's graph instead")
     _saving(replay)
     replay.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds for the checker (600)")
+    validate = _command(
+        inner,
+        "validate",
+        _validate,
+        "decide whether the event logs of a run are a behaviour of the specification",
+        "Every process of a run writes the protocol steps that it takes into the folder RECORD.events beside the "
+        "record (setting event_log).  Read such a folder, put its lines in an order that their contents prove, "
+        "without looking at a clock, and have TLC take them one after the other: each must be a step that the "
+        "specification allows there, and its properties must hold after it.  The first line that is none is named, "
+        "with the guard that does not hold and what happened before.  Processes may have been killed at any moment. "
+        "Status 0: it is a behaviour; 1: it is not; 3: nothing could be decided.  docs/event-log.md says what a "
+        "line holds and what cannot be checked.",
+    )
+    validate.add_argument("folder", type=Path, metavar="DIR", help="the run's logs, for example run/record.db.events")
+    validate.add_argument("--timeout-s", type=_count, default=600, metavar="N", help="seconds for the checker (600)")
     mutants = _command(
         inner,
         "mutants",
@@ -172,6 +188,12 @@ def _replay(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.cli import spec_replay  # noqa: PLC0415 -- as above
 
     return spec_replay.replay(options)
+
+
+def _validate(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.cli import spec_validate  # noqa: PLC0415 -- as above
+
+    return spec_validate.validate_logs(options)
 
 
 def _mutants(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import msgspec
 
 from dcr.modelcheck.checker import CheckerError, CheckerMissingError, Finished, run_child
 from dcr.modelcheck.java import find_java
-from dcr.modelcheck.tlc_output import TlcOutput, read_behaviour, read_output
+from dcr.modelcheck.tlc_output import TlcOutput, printed, read_behaviour, read_output
 from dcr.modelcheck.trace import Trace
 from dcr.protocol.errors import RefusedError
 
@@ -76,6 +76,8 @@ class TlcResult(msgspec.Struct, frozen=True):
     behaviours: tuple[Trace, ...]
     """What a simulation took, its steps without actions' names: TLC's files have none."""
     seconds: float
+    printed: str = ""
+    """What the specification itself printed (`PrintT`)."""
 
     @property
     def verdict(self) -> str:
@@ -192,4 +194,5 @@ def _result(name: str, finished: Finished, behaviours: tuple[Trace, ...]) -> Tlc
         said.coverage,
         behaviours,
         finished.seconds,
+        printed(finished.output),
     )

@@ -68,6 +68,18 @@ def messages(output: str) -> list[Message]:
     return found
 
 
+def printed(output: str) -> str:
+    """What lies outside of every frame: what the specification printed."""
+    parts: list[str] = []
+    depth = at = 0
+    for mark in _FRAME.finditer(output):
+        if not depth:
+            parts.append(output[at : mark.start()])
+        depth += 1 if mark[1] == "STARTMSG" else -1
+        at = mark.end()
+    return "".join(parts)
+
+
 def _loop(found: list[Message], length: int) -> int | None:
     for message in found:
         if message.code == _STUTTERING:

@@ -7,7 +7,7 @@ from dcr.protocol.fleet import Engine
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import Emit, Fold, OpenApply, Prepare, Published, StorageState
-from dcr.protocol.record import CommitRecord, Direction, OpenTransition
+from dcr.protocol.record import CommitRecord, Direction, Member, OpenTransition, OwnerRef
 from dcr.protocol.registrar import Registrar
 from dcr.protocol.session import Session
 from dcr.protocol.step import Step
@@ -289,6 +289,10 @@ class Conductor(Registrar):
             case _:
                 self.phase = Phase.IDLE
                 return self._tell_engines()
+
+    def _restoring(self, reason: str) -> tuple[tuple[Member, ...], tuple[OwnerRef, ...]]:
+        s = self._opening
+        return (tuple(sorted(s.members)), s.owners) if reason == "OpenRestore" and s is not None else ((), ())
 
     def _after_commit(self) -> list[Effect]:
         s, k = self._s, self._k

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 
 from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, WriteRecord
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.record import CommitRecord
+from dcr.protocol.record import CommitRecord, Member, OwnerRef
 from dcr.protocol.step import Step
 
 REWRITES_MAX = 8
@@ -52,6 +52,10 @@ class Leader(ABC):
     def _after(self, reason: str) -> list[Effect]:
         """The compare-and-set with this reason took effect; ``record`` is what it wrote."""
 
+    @abstractmethod
+    def _restoring(self, reason: str) -> tuple[tuple[Member, ...], tuple[OwnerRef, ...]]:
+        """Whom the write with this reason concerns, where K does not name them: engines and owners of a restore."""
+
     @property
     def _k(self) -> CommitRecord:
         assert self.record is not None
@@ -80,7 +84,7 @@ class Leader(ABC):
             return [] if record is None or late or record.leader == self.leader else self._overtaken(record.leader)
         if operation_id == w.operation_id and revision is not None:
             return [
-                Step(self.leader, "ReadBack", w.record.epoch, operation_id),
+                Step(self.leader, "ReadBack", w.record.epoch, operation_id=operation_id),
                 *self.written(w.operation_id, revision),
             ]
         if w.expected_revision is not None and (revision is None or revision < w.expected_revision):
@@ -92,7 +96,7 @@ class Leader(ABC):
         self._rewrites += 1
         if self._rewrites > REWRITES_MAX:
             return self._fatal("the control plane leaves the outcome of a write open again and again")
-        return [Step(self.leader, "WriteAgain", w.record.epoch, w.operation_id), w]
+        return [Step(self.leader, "WriteAgain", w.record.epoch, operation_id=w.operation_id), w]
 
     def written(self, operation_id: str, revision: int) -> list[Effect]:
         """Our compare-and-set took effect."""
@@ -101,7 +105,18 @@ class Leader(ABC):
             return []
         self._write, self._rewrites = None, 0
         self.record, self.revision = w.record, revision
-        return [Step(self.leader, w.reason, w.record.epoch), *self._after(w.reason)]
+        members, owners = self._restoring(w.reason)
+        step = Step(
+            self.leader,
+            w.reason,
+            w.record.epoch,
+            record=w.record,
+            revision=revision,
+            operation_id=operation_id,
+            members=members,
+            owners=owners,
+        )
+        return [step, *self._after(w.reason)]
 
     def conflict(self, operation_id: str, revision: int | None, stored_operation_id: str) -> list[Effect]:
         """K is not at the revision that our compare-and-set expected."""

@@ -325,8 +325,11 @@ class Node:
         return [AskToJoin()]
 
     def record_lost(self) -> list[Effect]:
-        """CloseGate: K was not reached for ``serve_lease_s``: what is served may be stale for all one knows (D16)."""
-        return self._close() if self.gate == "open" else []
+        """LoseRecord: K was not reached for ``serve_lease_s``: what is served may be stale for all one knows (D16)."""
+        if self.gate != "open":
+            return []
+        self.gate = "closing"
+        return [Step(self.engine, "LoseRecord", self.fence), CloseGate(self.fence)]
 
     # ------------------------------------------------------------ the gate
 
@@ -360,7 +363,8 @@ class Node:
                 f"{self._work.order.epoch} since"
             )
         self.gate, self.serving, self._reported = "open", opening[1], epoch
-        return [Step(self.engine, "OpenGate", epoch, str(opening[1])), LetIn(opening[1]), ReportServing(*opening)]
+        step = Step(self.engine, "OpenGate", epoch, str(opening[1]), version=opening[1])
+        return [step, LetIn(opening[1]), ReportServing(*opening)]
 
     def gate_stuck(self, reason: str) -> list[Effect]:
         """The gate would not close, or caches would not reset: this engine cannot go on in this epoch."""

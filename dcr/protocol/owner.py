@@ -219,7 +219,9 @@ class Owner:
         if not _of_baseline(manifest):
             self._sealed = {e: m for e, m in self._sealed.items() if m.base.candidate == manifest.base.candidate}
             self._sealed[manifest.epoch] = manifest
-        return [Step(self.name, "Seal", manifest.epoch), ReportSealed(manifest)]
+        share, count = manifest.content_digest, len(manifest.payloads)
+        step = Step(self.name, "Seal", manifest.epoch, payloads=count, content_digest=share)
+        return [step, ReportSealed(manifest)]
 
     def emission_failed(self, epoch: int, reason: str, *, fatal: bool = False, given_up: int = 0) -> list[Effect]:
         """EmitFailed: this epoch cannot be sealed.

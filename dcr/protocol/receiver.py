@@ -8,7 +8,7 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, Manifest, PayloadIdentity, manifest_root
 from dcr.protocol.messages import Prepare, StorageState, cut
 from dcr.protocol.rank_attempt import RankAttempt, name_of
-from dcr.protocol.record import CommitRecord
+from dcr.protocol.record import CommitRecord, OwnerRef
 from dcr.protocol.step import Step
 
 RESTORE = "restore"
@@ -221,7 +221,8 @@ class Receiver:
         a = self._attempt = RankAttempt(order, armed=admits(self.state, order.base))
         if not a.armed:
             a.failed = cut(self._why_not_armed(order.base))
-        return [Step(self.name, "Fence", order.epoch, order.base.kind.value), *dropped, self._prepared(a)]
+        fence = Step(self.name, "Fence", order.epoch, order.base.kind.value, armed=a.armed)
+        return [fence, *dropped, self._prepared(a)]
 
     def open_apply(self, record_id: str, epoch: int) -> list[Effect]:
         """OpenApply: payloads of the prepared epoch may be written; those that are held are handed in again.
@@ -290,19 +291,21 @@ class Receiver:
         self.torn_by |= {_TEARS.get(base.kind, base.candidate)}
         # What an earlier epoch left here is gone: no later reading of K may take storage for it.
         self._acknowledged = None
-        return [Step(self.name, "BeginWrite", identity.epoch, name_of(identity)), BeginWrite(identity)]
+        begin = Step(self.name, "BeginWrite", identity.epoch, name_of(identity), payload=identity)
+        return [begin, BeginWrite(identity)]
 
     def write_ended(self, identity: PayloadIdentity) -> list[Effect]:
         """EndWrite: every entry of the payload is in place."""
         a = self._write_is_over(identity)
         a.written.add(identity)
-        return [Step(self.name, "EndWrite", identity.epoch, name_of(identity)), *self._complete(a)]
+        end = Step(self.name, "EndWrite", identity.epoch, name_of(identity), payload=identity)
+        return [end, *self._complete(a)]
 
     def write_failed(self, identity: PayloadIdentity, reason: str) -> list[Effect]:
         """FailWrite: the payload may be in part in place; it is never tried again in its epoch (DESIGN D5)."""
         a = self._write_is_over(identity)
         return [
-            Step(self.name, "FailWrite", identity.epoch, name_of(identity)),
+            Step(self.name, "FailWrite", identity.epoch, name_of(identity), payload=identity),
             *self._fail(a, f"payload {name_of(identity)}: {reason}"),
         ]
 
@@ -332,7 +335,9 @@ class Receiver:
         if m.owner in a.manifests:
             return []
         a.manifests[m.owner] = m
-        return [Step(self.name, "DeliverManifest", m.epoch, m.owner), *self._staged(a), *self._complete(a)]
+        sealed = OwnerRef(m.owner, m.owner_incarnation)
+        deliver = Step(self.name, "DeliverManifest", m.epoch, m.owner, owner=sealed)
+        return [deliver, *self._staged(a), *self._complete(a)]
 
     def undeliverable(self, epoch: int, reason: str) -> list[Effect]:
         """FailDelivery: something of this epoch cannot be had or read; the epoch fails here, storage stays as it is."""

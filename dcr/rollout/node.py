@@ -21,6 +21,7 @@ from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.claim import Claim
 from dcr.runtime.contents import ReadbackReport
+from dcr.runtime.event_log import event_folder
 from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress import EngineStatus
@@ -106,6 +107,7 @@ class RolloutNode:
             known = {e.name: _checkpoint_of(e, specs) for e in all_engines}
             step("opens the control plane and the delivery")
             plane = open_control_plane(control)
+            events = event_folder(bounds.event_log, control)
             opened.callback(plane.close)
             secret = load_or_create_secret(secret_path(control))
             directory = RelayDirectory(plane, record_id)
@@ -132,6 +134,7 @@ class RolloutNode:
                     settings=bounds,
                     observe=observe,
                     checkpoint=checkpoint,
+                    events=events,
                 )
                 self._agents[engine.name] = agent
                 claims[engine.name].until(partial(getattr, agent, "ended"))

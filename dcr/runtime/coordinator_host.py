@@ -20,6 +20,7 @@ from dcr.delivery.meeting import leave_sign
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import (
     Acknowledged,
@@ -40,9 +41,10 @@ from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
 from dcr.runtime.channel_address import ChannelAddress
+from dcr.runtime.event_log import EventLog
 from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
-from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.registry import register_leader, register_meeting
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
@@ -73,6 +75,7 @@ class CoordinatorHost:
         secret: the secret of the run.
         settings: bounds.
         observe: called with every step of the coordinator role.
+        events: folder in which the coordinator writes its steps down; empty to write none.
 
     Raises:
         RefusedError: the credentials that the setting ``channel`` names are no good, or it cannot listen there.
@@ -89,6 +92,7 @@ class CoordinatorHost:
         secret: bytes,
         settings: Settings,
         observe: Observer = log_step,
+        events: str = "",
     ) -> None:
         channel = ChannelAddress.parse(settings.channel)
         credentials = channel.credentials()
@@ -96,7 +100,9 @@ class CoordinatorHost:
         self._leader = leader
         self._control = control
         self._settings = settings
-        self._observe = guarded(observe)
+        self._event_log = EventLog(events, "coordinator", leader, 0, settings.event_log_bytes_max)
+        self._event_log.start(Start(EVENT_LOG_VERSION, record_id, gate_mode=settings.gate_mode))
+        self._observe = self._event_log.before(observe)
         others = tuple(o for o in ("add", "xor") if o != settings.operation)
         self._role = Coordinator(
             record_id,
@@ -178,6 +184,8 @@ class CoordinatorHost:
         self._hub.close()
         self._thread.join(self._settings.drain_timeout_s)
         self._sweeper.close()
+        if not self._thread.is_alive():
+            self._event_log.close()
 
     # ------------------------------------------------------------ events
 

@@ -14,6 +14,7 @@ from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol import node as role
 from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import (
     CompareContents,
@@ -28,12 +29,13 @@ from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents import ReadbackError, ReadbackReport
+from dcr.runtime.event_log import EventLog
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.gate_keeper import GateKeeper
 from dcr.runtime.meeting import Meeting
 from dcr.runtime.node_events import Arrived, Asked, Connected, Looked, Tables
 from dcr.runtime.node_reports import NodeReports
-from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress import EngineStatus, Progress
 from dcr.runtime.rank_messages import Attach, Learn, WireSpec
 from dcr.runtime.ranks import Engine, RankLostError, Ranks
@@ -67,6 +69,7 @@ class NodeAgent:
         observe: called with every step of the node role.
         checkpoint: content digests by tensor of what its loader was fed; storage that is taken to hold that is read
             back and compared before the engine joins.
+        events: folder in which agent and ranks write their steps down; empty to write none.
 
     Raises:
         RefusedError: a rank cannot be attached to, or the credentials that the setting ``channel`` names are no good.
@@ -89,6 +92,7 @@ class NodeAgent:
         settings: Settings,
         observe: Observer = log_step,
         checkpoint: Mapping[str, ContentDigest] | None = None,
+        events: str = "",
     ) -> None:
         credentials = ChannelAddress.parse(settings.channel).credentials()
         self._engine = engine
@@ -97,7 +101,6 @@ class NodeAgent:
         self._control = control
         self._inbox = inbox
         self._settings = settings
-        self._observe = guarded(observe)
         self._changed = threading.Condition()
         self._gate = GateKeeper(
             engine,
@@ -110,12 +113,19 @@ class NodeAgent:
         self._gate.close()
         tensors = tuple(WireSpec.of(s) for s in specs)
         self._ranks = Ranks(engine, name)
-        self.attached = self._ranks.attach(Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max))
+        events_max = settings.event_log_bytes_max
+        self.attached = self._ranks.attach(
+            Attach(name, record_id, tensors, loaded_digest, settings.stage_bytes_max, events, events_max)
+        )
         self._storage = StorageCheck(self._ranks, name, self.attached.incarnation, specs)
         self._unread = False  # whether storage was written in a way that asks for a readback before it serves
         if checkpoint is not None and self._storage.as_loaded(loaded_digest):
             self._storage.read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
+        self._event_log = EventLog(events, "node", name, self.attached.incarnation, events_max)
+        ranks, state = self._ranks.incarnations, self._ranks.state
+        self._event_log.start(Start(EVENT_LOG_VERSION, record_id, ranks=ranks, state=state))
+        self._observe = self._event_log.before(observe)
         self._fetch: Fetch | None = None
         self._warned = ""
         self._stop = threading.Event()
@@ -222,6 +232,8 @@ class NodeAgent:
         self._spoke.close()
         self._thread.join(self._settings.drain_timeout_s)
         self._gate.join(self._settings.drain_timeout_s)
+        if not self._thread.is_alive():
+            self._event_log.close()
 
     # ------------------------------------------------------------ the loop
 
@@ -393,6 +405,7 @@ class NodeAgent:
             return
         self._gate.renew(asked_at)
         record = decode_record(stored.body)
+        self._event_log.k = stored.revision
         if self._fetch is not None and self._fetch.order.epoch < record.epoch:
             self._fetch = None  # that attempt can be committed no more
         self._inbox.passed(record.epoch - 1)

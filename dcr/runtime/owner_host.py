@@ -15,6 +15,7 @@ from dcr.data_plane.payload import payload_digest
 from dcr.delivery.interface import Delivery, contents_key, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
+from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.identity import Kind, Manifest, encode_manifest
 from dcr.protocol.layer_changes import LAYERS_MAX, LAYERS_REST, LayerChanges
 from dcr.protocol.messages import (
@@ -42,7 +43,8 @@ from dcr.runtime.channel import Peer
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents_table import encode_table
 from dcr.runtime.emission import Emission
-from dcr.runtime.observer import Observer, guarded, log_step
+from dcr.runtime.event_log import EventLog
+from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.pipeline import CancelledError
 from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.secret import record_secret
@@ -82,6 +84,7 @@ class OwnerHost:
         secret: the secret of the run.
         settings: bounds.
         observe: called with every step of the owner role.
+        events: folder in which the owner writes its steps down; empty to write none.
 
     Raises:
         RefusedError: the credentials that the setting ``channel`` names are no good.
@@ -99,6 +102,7 @@ class OwnerHost:
         secret: bytes,
         settings: Settings,
         observe: Observer = log_step,
+        events: str = "",
     ) -> None:
         credentials = ChannelAddress.parse(settings.channel).credentials()
         self._source = source
@@ -107,9 +111,12 @@ class OwnerHost:
         self._control = control
         self._delivery = delivery
         self._settings = settings
-        self._observe = guarded(observe)
         baseline = source.baseline_digest
-        self._role = role.Owner(source.owner, incarnation, record_id, "" if baseline is None else baseline.hex())
+        share = "" if baseline is None else baseline.hex()
+        self._role = role.Owner(source.owner, incarnation, record_id, share)
+        self._event_log = EventLog(events, "owner", source.owner, incarnation, settings.event_log_bytes_max)
+        self._event_log.start(Start(EVENT_LOG_VERSION, record_id, baseline_digest=share))
+        self._observe = self._event_log.before(observe)
         self._emission: Emission | None = None
         self._seconds: dict[str, float] = {}
         self._layer_of = layer_of(source.specs, LAYERS_MAX, LAYERS_REST)
@@ -226,6 +233,8 @@ class OwnerHost:
         self._spoke.close()
         for t in self._threads:
             t.join(self._settings.drain_timeout_s)
+        if not any(t.is_alive() for t in self._threads):
+            self._event_log.close()
 
     # ------------------------------------------------------------ loops
 

@@ -16,6 +16,7 @@ from dcr.data_plane.placement.prewarm import LoaderClass
 from dcr.data_plane.placement.storage import Storage
 from dcr.data_plane.touched import TouchedElements
 from dcr.protocol.errors import CorruptPayloadError, DcrError, RefusedError
+from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.identity import Kind, Manifest, PayloadIdentity, decode_manifest
 from dcr.protocol.messages import OpenApply, StorageState
 from dcr.protocol.receiver import (
@@ -32,6 +33,7 @@ from dcr.protocol.receiver import (
     Synchronise,
 )
 from dcr.protocol.step import Step
+from dcr.runtime.event_log import EventLog
 from dcr.runtime.observer import Observer, guarded, log_step
 from dcr.runtime.rank_messages import (
     Answer,
@@ -95,7 +97,8 @@ class RankHost:
         self._tied: Mapping[str, str] = {}
         self._incarnation = state_incarnation
         self._limits = limits
-        self._observe = guarded(observe)
+        self._watch = guarded(observe)
+        self._observe = self._watch
         self._attach: Attach | None = None
         self._attached: Attached | None = None
         self._storage: Storage | None = None
@@ -160,8 +163,8 @@ class RankHost:
 
     def _attach_to(self, request: Attach) -> Attached:
         if self._attached is not None and self._attach is not None:
-            # The bound of a stage is the agent's to choose; all else says what the storage is.
-            if request != msgspec.structs.replace(self._attach, stage_bytes_max=request.stage_bytes_max):
+            # The bound of a stage and the event log are the agent's to choose; all else says what the storage is.
+            if _what(request) != _what(self._attach):
                 raise RefusedError(
                     f"engine {request.engine}: a node agent is attached already, as another engine, to another record "
                     "or with other canonical tensors; restart the engine"
@@ -186,6 +189,9 @@ class RankHost:
         self._known = {s.name: s for s in specs}
         self._undecoded = frozenset(by_class[LoaderClass.SKIPPED]) - self._tied.keys()
         self._receiver = Receiver(request.engine, request.record_id, loaded_digest)
+        events = EventLog(request.event_log, "rank", request.engine, self._incarnation, request.event_log_bytes_max)
+        events.start(Start(EVENT_LOG_VERSION, request.record_id))
+        self._observe = events.before(self._watch)
         self._attach = request
         self._attached = Attached(
             self._incarnation,
@@ -369,6 +375,11 @@ class RankHost:
         if epoch != self._seconds_epoch:
             self._seconds_epoch, self._seconds = epoch, {}
         self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - started
+
+
+def _what(request: Attach) -> Attach:
+    """The part of a request that says what the storage is."""
+    return msgspec.structs.replace(request, stage_bytes_max=0, event_log="", event_log_bytes_max=0)
 
 
 def _checked_manifest(data: bytes) -> Manifest:

@@ -44,6 +44,9 @@ class Attach(_Message, frozen=True):
     """Content digest of what the loader was fed; empty if unknown."""
     stage_bytes_max: int = STAGE_BYTES_MAX
     """Payload bytes that may be held in host memory until they are applied (DESIGN D18)."""
+    event_log: str = ""
+    """Folder in which the rank writes its steps down; empty if it writes none."""
+    event_log_bytes_max: int = 0
 
 
 class Shared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -67,6 +67,7 @@ class Ranks:
 
     Attributes:
         names: of the ranks.
+        incarnations: of the ranks that were attached to, by name.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:
@@ -74,6 +75,7 @@ class Ranks:
         self._engine = engine
         self._name = name
         self._answers: dict[str, Answer] = {}
+        self.incarnations: dict[str, int] = {}
 
     @property
     def state(self) -> StorageState:
@@ -95,7 +97,9 @@ class Ranks:
         """
         answers = self.call(request)
         self._raise_if_refused(answers)
-        merged = _merged({rank: r for rank, a in answers.items() for r in a.results if isinstance(r, Attached)})
+        attached = {rank: r for rank, a in answers.items() for r in a.results if isinstance(r, Attached)}
+        self.incarnations = {rank: one.incarnation for rank, one in attached.items()}
+        merged = _merged(attached)
         orphans = set(merged.skipped).difference(merged.tied)
         self._raise_if_refused(self.call(Orphans(tuple(sorted(orphans)))))
         return merged

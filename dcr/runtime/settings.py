@@ -23,7 +23,7 @@ STAGE_BYTES_MAX = 8 << 30
 RECEIVE_BYTES_MAX = 4 << 30
 
 _LARGEST = {
-    **dict.fromkeys(("stage_bytes_max", "receive_bytes_max"), MEMORY_LARGEST),
+    **dict.fromkeys(("stage_bytes_max", "receive_bytes_max", "event_log_bytes_max"), MEMORY_LARGEST),
     **dict.fromkeys(("buckets_ahead", "encode_threads", "deliver_threads", "fetch_ahead"), THREADS_MAX),
 }
 
@@ -103,6 +103,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     (docs/control-channel.md)."""
     events_max: int = 10_000
     """Events waiting in one role's queue."""
+    event_log: str = "beside"
+    """Where every process writes the protocol steps that it takes (docs/event-log.md): in the folder
+    ``<record>.events`` (``beside``), nowhere (``off``), or in a folder that is named here by its absolute path."""
+    event_log_bytes_max: int = 256 << 20
+    """Bytes that one actor of a process writes there; then its log ends, with a warning."""
 
     def __post_init__(self) -> None:
         if self.operation not in ("add", "xor"):
@@ -115,6 +120,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ChannelAddress.parse(self.channel)
         except RefusedError as e:
             raise RefusedError(f"setting channel: {e}") from e
+        if self.event_log not in ("beside", "off") and not self.event_log.startswith("/"):
+            raise RefusedError(f"setting event_log: {self.event_log!r} is not one of beside, off, or an absolute path")
         if self.bucket_bytes > BUCKET_BYTES_MAX:
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:

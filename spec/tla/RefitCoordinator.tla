@@ -54,11 +54,10 @@ AttemptOf(k) ==
   [ epoch |-> k.epoch, kind |-> k.open.kind, version |-> k.version, candidate |-> k.open.candidate,
     direction |-> k.open.direction, owners |-> k.open.owners, members |-> k.members ]
 
-\* @type: ($record, Str) => $order;
-RestoreOf(k, silent) ==
+\* @type: ($record, $roster) => $order;
+RestoreOf(k, members) ==
   [ epoch |-> k.epoch, kind |-> "restore", version |-> k.version, candidate |-> 0, direction |-> "none",
-    owners |-> [ o \in Owners |-> own[o].incarnation ],
-    members |-> [ e \in Engines |-> IF Settled(e) \/ e = silent THEN 0 ELSE node[e].incarnation ] ]
+    owners |-> [ o \in Owners |-> own[o].incarnation ], members |-> members ]
 
 NoOrder == [ epoch |-> 0, kind |-> "none", version |-> 0, candidate |-> 0, direction |-> "none",
              owners |-> [ o \in Owners |-> 0 ], members |-> [ e \in Engines |-> 0 ] ]
@@ -100,21 +99,28 @@ CompareAndSet(c, k, order, f) ==
 -----------------------------------------------------------------------------
 (* Attempts.                                                                *)
 
+\* The candidate that the next attempt is about.
+Offered == IF K.open.target = 0 THEN push.candidate ELSE K.open.candidate
+
 \* The compare-and-set that opens an attempt counts it, names its members as incarnations, and only then sends
-\* anything.  Engines that cannot take this kind are left out; so is one that is silent, by name.  (D4, D14, D15)
-\* @type: (Str, Str, Str, Str, $faults) => Bool;
-Attempt(c, kind, direction, silent, f) ==
-  LET candidate == IF K.open.target = 0 THEN push.candidate ELSE K.open.candidate
-      members == { e \in Engines : e # silent /\ (StaleReports \/ Admits(e, kind, candidate)) }
-      k == [ K EXCEPT !.revision = @ + 1,
+\* anything.  (D4)
+\* @type: (Str, Str, Str, $roster, $faults) => Bool;
+AttemptWith(c, kind, direction, roster, f) ==
+  LET k == [ K EXCEPT !.revision = @ + 1,
                       !.epoch = @ + 1,
-                      !.members = [ e \in Engines |-> IF e \in members THEN node[e].incarnation ELSE 0 ],
-                      !.open = [ target |-> K.version + 1, candidate |-> candidate, attempts |-> @.attempts + 1,
+                      !.members = roster,
+                      !.open = [ target |-> K.version + 1, candidate |-> Offered, attempts |-> @.attempts + 1,
                                  kind |-> kind, direction |-> direction,
                                  owners |-> [ o \in Owners |-> own[o].incarnation ], stopped |-> FALSE ],
                       !.reason = "OpenAttempt" ]
-  IN /\ members \in Enough
-     /\ CompareAndSet(c, k, AttemptOf(k), f)
+  IN CompareAndSet(c, k, AttemptOf(k), f)
+
+\* Engines that cannot take this kind are left out; so is one that is silent, by name.  (D4, D14, D15)
+\* @type: (Str, Str, Str, Str, $faults) => Bool;
+Attempt(c, kind, direction, silent, f) ==
+  LET members == { e \in Engines : e # silent /\ (StaleReports \/ Admits(e, kind, Offered)) } IN
+  /\ members \in Enough
+  /\ AttemptWith(c, kind, direction, [ e \in Engines |-> IF e \in members THEN node[e].incarnation ELSE 0 ], f)
 
 \* A fault that may be drawn on: engine `silent` is left out, unless it is nobody.
 \* @type: (Str) => Bool;
@@ -122,10 +128,10 @@ MayLeaveOut(silent) == silent = "" \/ faults.evictions > 0
 \* @type: (Str) => $faults;
 LeftOut(silent) == IF silent = "" THEN faults ELSE [ faults EXCEPT !.evictions = @ - 1 ]
 
-\* The next attempt.  The first of a transition may be relative; a later one is absolute, or dense.  Once a rollback has
-\* begun nobody turns it forward.  A stopped transition is resumed the same way.  (D4, D14, D17)
-\* @type: (Str, Str, Str) => Bool;
-OpenAttemptOf(c, kind, silent) ==
+\* An attempt of this kind may be next.  The first of a transition may be relative; a later one is absolute, or dense.
+\* Once a rollback has begun nobody turns it forward.  A stopped transition is resumed the same way.  (D4, D14, D17)
+\* @type: (Str, Str) => Bool;
+MayOpen(c, kind) ==
   /\ coord[c].phase = "idle"
   /\ K.open.attempts < MaxAttempts
   /\ IF K.open.target = 0 THEN ~push.over ELSE CandidateAlive
@@ -133,21 +139,31 @@ OpenAttemptOf(c, kind, silent) ==
   /\ kind = "absolute" => K.open.attempts > 0 \/ "relative" \notin Kinds
   /\ kind # "dense" => BaselineHeld
   /\ K.open.direction = "back" => kind = "absolute"
+
+\* The next attempt.
+\* @type: (Str, Str, Str) => Bool;
+OpenAttemptOf(c, kind, silent) ==
+  /\ MayOpen(c, kind)
   /\ MayLeaveOut(silent)
   /\ Attempt(c, kind, IF K.open.direction = "back" THEN "back" ELSE "forward", silent, LeftOut(silent))
 
 \* @type: (Str) => Bool;
 OpenAttempt(c) == \E kind \in Kinds, silent \in Engines \union { "" } : OpenAttemptOf(c, kind, silent)
 
-\* The operator turns the open transition back: an absolute attempt that carries the baseline's bits.  (D17)
+\* The open transition may be turned back.  (D17)
 \* @type: (Str) => Bool;
-RollBack(c) ==
+MayTurnBack(c) ==
   /\ coord[c].phase = "idle"
   /\ K.open.target # 0
   /\ K.open.direction = "forward"
   /\ K.open.attempts < MaxAttempts
   /\ CandidateAlive
   /\ BaselineHeld
+
+\* The operator turns the open transition back: an absolute attempt that carries the baseline's bits.  (D17)
+\* @type: (Str) => Bool;
+RollBack(c) ==
+  /\ MayTurnBack(c)
   /\ faults.rollbacks > 0
   /\ Attempt(c, "absolute", "back", "", [ faults EXCEPT !.rollbacks = @ - 1 ])
 
@@ -184,22 +200,24 @@ AttemptFailed(c) ==
 
 \* The joint commit: from the revision that the attempt was opened at, after every owner's seal and an acknowledgement
 \* of every rank of every member.  A rollback keeps the version.  (D8, D11, D17)
-\* @type: (Str) => Bool;
-Commit(c) ==
+\* @type: (Str, Str -> $manifest) => Bool;
+CommitOf(c, seals) ==
   /\ coord[c].phase = "attempt"
   /\ \A e \in Engines : K.members[e] # 0 => \A r \in Ranks :
        [ epoch |-> coord[c].epoch, engine |-> e, rank |-> r, incarnation |-> K.members[e] ] \in acks
-  /\ \E seals \in [ Owners -> { m \in manifests : m.epoch = coord[c].epoch } ] :
-       /\ \A o \in Owners : seals[o].owner = o /\ seals[o].incarnation = K.open.owners[o]
-       /\ CompareAndSet(c,
-            [ K EXCEPT !.revision = @ + 1,
-                       !.version = IF K.open.direction = "forward" THEN K.open.target ELSE @,
-                       !.baseline = [ p \in Cells |-> seals[OwnerOf[p]].bits[p] ],
-                       !.open = NoOpen,
-                       !.committed = [ version |-> IF K.open.direction = "forward" THEN K.open.target ELSE K.version,
-                                       epoch |-> coord[c].epoch, candidate |-> K.open.candidate,
-                                       direction |-> K.open.direction, members |-> K.members, root |-> K.open.owners ],
-                       !.reason = "Commit" ], NoOrder, faults)
+  /\ \A o \in Owners : seals[o].owner = o /\ seals[o].incarnation = K.open.owners[o]
+  /\ CompareAndSet(c,
+       [ K EXCEPT !.revision = @ + 1,
+                  !.version = IF K.open.direction = "forward" THEN K.open.target ELSE @,
+                  !.baseline = [ p \in Cells |-> seals[OwnerOf[p]].bits[p] ],
+                  !.open = NoOpen,
+                  !.committed = [ version |-> IF K.open.direction = "forward" THEN K.open.target ELSE K.version,
+                                  epoch |-> coord[c].epoch, candidate |-> K.open.candidate,
+                                  direction |-> K.open.direction, members |-> K.members, root |-> K.open.owners ],
+                  !.reason = "Commit" ], NoOrder, faults)
+
+\* @type: (Str) => Bool;
+Commit(c) == \E seals \in [ Owners -> { m \in manifests : m.epoch = coord[c].epoch } ] : CommitOf(c, seals)
 
 \* The transition stops: the last attempt is fenced, clean members go on serving, torn ones stay gated.  (D14)
 \* @type: (Str) => Bool;
@@ -248,19 +266,23 @@ FinishTransition(c) ==
 -----------------------------------------------------------------------------
 (* Membership.                                                              *)
 
-\* A restore session gets an epoch of its own; it takes in every engine that does not hold the committed version, or that
-\* an earlier session has prepared in vain.
+\* A restore session gets an epoch of its own.
 \* Owners answer once they have folded, so if one has still to, the last commit must have been published.  (D6, D13, D15)
-\* @type: (Str, Str) => Bool;
-OpenRestoreBut(c, silent) ==
+\* @type: (Str, $roster, $faults) => Bool;
+OpenRestoreWith(c, roster, f) ==
   LET k == [ K EXCEPT !.revision = @ + 1, !.epoch = @ + 1, !.reason = "OpenRestore" ] IN
   /\ coord[c].phase \in { "idle", "folding" }
   /\ K.open.target = 0
   /\ (\E o \in Owners : OwesFold(o)) => K.committed.epoch \in told
   /\ \A o \in Owners : own[o].base # NOVERSION \/ OwesFold(o)
+  /\ \E e \in Engines : roster[e] # 0
+  /\ CompareAndSet(c, k, RestoreOf(k, roster), f)
+
+\* It takes in every engine that does not hold the committed version, or that an earlier session has prepared in vain.
+\* @type: (Str, Str) => Bool;
+OpenRestoreBut(c, silent) ==
   /\ MayLeaveOut(silent)
-  /\ \E e \in Engines : ~Settled(e) /\ e # silent
-  /\ CompareAndSet(c, k, RestoreOf(k, silent), LeftOut(silent))
+  /\ OpenRestoreWith(c, [ e \in Engines |-> IF Settled(e) \/ e = silent THEN 0 ELSE node[e].incarnation ], LeftOut(silent))
 
 \* @type: (Str) => Bool;
 OpenRestore(c) == \E silent \in Engines \union { "" } : OpenRestoreBut(c, silent)
@@ -283,16 +305,21 @@ EndRestore(c) ==
 
 \* Engines that hold the committed version become members, as the incarnation that holds it: while no transition is open,
 \* so that what they hold is what K names when the write takes effect.  (D2, D15)
-\* @type: (Str, Str) => Bool;
-AdmitBut(c, silent) ==
+\* @type: (Str, Set(Str), $faults) => Bool;
+AdmitThese(c, engines, f) ==
   /\ coord[c].phase = "idle"
   /\ K.open.target = 0
-  /\ MayLeaveOut(silent)
-  /\ \E e \in Engines : Settled(e) /\ K.members[e] # node[e].incarnation /\ e # silent
+  /\ \A e \in engines : Settled(e)
+  /\ \E e \in engines : K.members[e] # node[e].incarnation
   /\ CompareAndSet(c,
        [ K EXCEPT !.revision = @ + 1,
-                  !.members = [ e \in Engines |-> IF Settled(e) /\ e # silent THEN node[e].incarnation ELSE K.members[e] ],
-                  !.reason = "Admit" ], NoOrder, LeftOut(silent))
+                  !.members = [ e \in Engines |-> IF e \in engines THEN node[e].incarnation ELSE K.members[e] ],
+                  !.reason = "Admit" ], NoOrder, f)
+
+\* @type: (Str, Str) => Bool;
+AdmitBut(c, silent) ==
+  /\ MayLeaveOut(silent)
+  /\ AdmitThese(c, { e \in Engines : Settled(e) /\ e # silent }, LeftOut(silent))
 
 \* @type: (Str) => Bool;
 Admit(c) == \E silent \in Engines \union { "" } : AdmitBut(c, silent)

@@ -197,7 +197,7 @@ CODE_MUTANTS = [
         "read_back_believed",
         Leader,
         "record_read",
-        'return [Step(self.leader, "WriteAgain", w.record.epoch, w.operation_id), w]',
+        'return [Step(self.leader, "WriteAgain", w.record.epoch, operation_id=w.operation_id), w]',
         "return self.written(w.operation_id, (revision or 0) + 1)",
         "traces_unknown_outcome",
         "WriteAgain",

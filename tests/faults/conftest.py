@@ -1,9 +1,30 @@
-"""A trainer and nodes in this process, closed when a test is over."""
+"""A trainer and nodes in this process, closed when a test is over; and what a run wrote down, held to the spec."""
+
+import os
+from pathlib import Path
 
 import pytest
 
 from dcr import RolloutNode
+from dcr.modelcheck.eventlog.validate import validate
 from tests.faults.thread_fleet import Fleet
+
+SPEC = Path(__file__).parents[2] / "spec" / "tla"
+
+
+@pytest.fixture(autouse=True)
+def validated(tmp_path):
+    """With DCR_VALIDATE_LOGS set, the event logs that a test leaves must be a behaviour of the specification.
+
+    That takes several seconds a test, so it is for the long run (``make test-long``).
+    """
+    yield
+    for folder in sorted(tmp_path.glob("**/*.events")) if os.environ.get("DCR_VALIDATE_LOGS") else []:
+        leaders = "".join(path.read_text() for path in folder.glob("coordinator-*"))
+        if '"record":' not in leaders:
+            continue  # no leader came to write the record: there is no run
+        found = validate(folder, SPEC, heap="1g")
+        assert found.ok, f"{found.rejected}\n" + "\n".join((*found.why, *found.story))
 
 
 @pytest.fixture

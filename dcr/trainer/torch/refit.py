@@ -17,6 +17,7 @@ from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.errors import DcrError
 from dcr.runtime.coordinator_host import CoordinatorHost
+from dcr.runtime.event_log import event_folder
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.owner_host import OwnerHost
@@ -83,6 +84,7 @@ class Refit:
         self._delivery = SealedDelivery(
             open_delivery(delivery, RelayDirectory(self._control, record_id)), record_secret(secret, record_id)
         )
+        events = event_folder(settings.event_log, control)
         others = f"waits until all {ranks.count} ranks have come so far" if ranks.count > 1 else "starts its threads"
         step(others)
         owners: list[str] = ranks.gather(source.owner)
@@ -97,6 +99,7 @@ class Refit:
                 secret=secret,
                 settings=settings,
                 observe=observe,
+                events=events,
             )
         address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
         self._host = OwnerHost(
@@ -109,6 +112,7 @@ class Refit:
             secret=secret,
             settings=settings,
             observe=observe,
+            events=events,
         )
         self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
         step("connects to the coordinator in the first rank")

@@ -244,7 +244,8 @@ def test_the_orders_of_an_attempt_name_incarnations() -> None:
     at.hold_writes = True
     at.do(at.c.open_attempt(Kind.RELATIVE))
     effects = at.c.written(at.held[-1].operation_id, 9)
-    assert effects[0] == Step("c1", "OpenAttempt", 1)
+    k, operation = at.held[-1].record, at.held[-1].operation_id
+    assert effects[0] == Step("c1", "OpenAttempt", 1, record=k, revision=9, operation_id=operation)
     sent = [(e.engine, e.order.incarnation) for e in effects if isinstance(e, SendMember)]
     assert sent == [("a", 1), ("b", 7)]
     (emit,) = [e.order for e in effects if isinstance(e, SendOwner)]

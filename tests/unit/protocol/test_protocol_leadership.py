@@ -46,7 +46,10 @@ def test_an_unknown_outcome_is_resolved_by_reading_back() -> None:
 def test_the_old_revision_proves_nothing_and_the_same_write_settles_it() -> None:
     at, w = held_open()
     at.c.unknown(w.operation_id)
-    assert at.c.record_read(at.revision, at.record, "before") == [Step("c1", "WriteAgain", 1, w.operation_id), w]
+    assert at.c.record_read(at.revision, at.record, "before") == [
+        Step("c1", "WriteAgain", 1, operation_id=w.operation_id),
+        w,
+    ]
     at.do(at.c.conflict(w.operation_id, at.revision + 1, w.operation_id))  # the first one took effect after all
     assert at.c.phase is Phase.ATTEMPT
 

@@ -359,7 +359,7 @@ def test_rank_failure_is_reported_once() -> None:
 def test_a_gate_closes_when_k_is_out_of_reach_and_opens_when_it_is_back() -> None:
     n = serving()
     effects = n.record_lost()
-    assert steps(effects) == ["CloseGate"]
+    assert steps(effects) == ["LoseRecord"]
     assert without_steps(effects) == [CloseGate(0)]
     assert n.record_lost() == []
     assert n.learned(K0, rank(CLEAN)) == []  # somebody may still be inside

@@ -26,7 +26,7 @@ from one_rank import (
 from dcr.protocol.identity import Base, Kind, PayloadIdentity, SealedPayload, manifest_root
 from dcr.protocol.messages import Prepare, StorageState
 from dcr.protocol.receiver import RankAcknowledged, RankPrepared, RankState, Receiver, Synchronise, admits
-from dcr.protocol.record import Direction, OpenTransition
+from dcr.protocol.record import Direction, OpenTransition, OwnerRef
 from dcr.protocol.step import Step
 
 
@@ -95,7 +95,7 @@ def test_a_record_that_is_not_the_orders_is_refused(epoch: int, age: str) -> Non
 def test_what_storage_does_not_admit_fails_at_once_and_is_answered_so_again() -> None:
     r = Receiver("e", "policy", "")
     effects = r.prepare(prepare(1), at(1))
-    assert effects[0] == Step("e", "Fence", 1, "relative")
+    assert effects[0] == Step("e", "Fence", 1, "relative", armed=False)
     assert "holds no known version, torn by unknown" in failure(effects)
     assert (r.stage, r.fence, r.state) == ("failed", 1, StorageState(None, "", ("unknown",)))
     assert r.prepare(prepare(1), at(1)) == effects[1:]
@@ -317,7 +317,7 @@ def test_stages_of_an_attempt() -> None:
     r.prepare(prepare(1), at(1))
     assert (r.epoch, r.stage) == (1, "fenced")
     for owner in ("o0", "o1"):  # seals may come early; a synchronous order stages nothing
-        assert r.manifest(manifest(1, owner, 0)) == [Step("e", "DeliverManifest", 1, owner)]
+        assert r.manifest(manifest(1, owner, 0)) == [Step("e", "DeliverManifest", 1, owner, owner=OwnerRef(owner, 1))]
     assert without_steps(r.open_apply("policy", 1)) == [Synchronise(1)]
     assert r.stage == "applying"
     r.synchronised(1)

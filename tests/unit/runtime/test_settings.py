@@ -12,6 +12,7 @@ def test_every_default_is_a_bound():
             "gate_mode": ("sync", "async"),
             "readback": ("restore",),
             "channel": ("loopback",),
+            "event_log": ("beside",),
         }
         assert value in choices[name] if name in choices else value > 0
 

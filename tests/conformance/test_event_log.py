@@ -1,0 +1,204 @@
+"""`dcr spec validate`: logs of real runs are behaviours of the specification; falsified ones are rejected, by line."""
+
+import json
+
+import pytest
+from event_logs import GOLDEN, SPEC, Logs, rejected_at
+
+from dcr.cli.main import main
+from dcr.modelcheck.eventlog.read import RejectedError, read_logs
+from dcr.modelcheck.eventlog.validate import validate
+from dcr.protocol.errors import RefusedError
+
+
+@pytest.fixture
+def logs(tmp_path):
+    return Logs(tmp_path)
+
+
+def test_the_golden_logs_are_a_behaviour(capsys):
+    assert main(["spec", "validate", str(GOLDEN), "--spec", str(SPEC), "--heap", "1g", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["ok"], report["lines"], report["transitions"], report["notes"]) == (True, 160, 3, [])
+    assert report["steps"] > 150
+
+
+# ---------------------------------------------------------------- what the specification forbids
+
+
+def test_a_commit_without_an_acknowledgement_is_rejected(logs):
+    path = logs.path("rank", "a")
+    events = logs.read(path)
+    del events[logs.find(path, "Acknowledge", 2)]
+    logs.write(path, events)
+    found = logs.validate()
+    leader = logs.path("coordinator")
+    assert rejected_at(found, leader, logs.find(leader, "Commit", 2) + 1), found
+    assert "\\in acks" in found.why[-1]
+
+
+def test_a_payload_that_is_applied_twice_is_rejected(logs):
+    path = logs.path("rank", "a")
+    events, at = logs.read(path), logs.find(path, "EndWrite", 4)
+    events[at + 1 : at + 1] = events[at - 1 : at + 1]
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, at + 2), found
+    assert "Identity(m) \\notin k.seen" in found.why[-1]
+    assert f"{path.name}:{at + 1}: EndWrite of epoch 1" in found.story[-1]
+
+
+def test_a_commit_that_did_not_compare_is_rejected(logs):
+    path = logs.path("coordinator")
+    events, at = logs.read(path), logs.find(path, "Commit", 2)
+    events[at]["step"]["revision"] -= 1  # it wrote over the revision that its own attempt had made
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, at + 1), found
+    assert "K.revision: 7 -> 6" in found.why[-1]
+
+
+def test_a_gate_that_opens_early_is_rejected(logs):
+    path = logs.path("node", "a")
+    events, at = logs.read(path), logs.find(path, "OpenGate", 3)
+    early = logs.find(path, "GateClosed", 2)
+    opened = {**events.pop(at), "k": events[early]["k"]}
+    events.insert(early + 1, opened)
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, early + 2), found
+    assert "node[x.engine].opening = x.epoch" in found.why[-1]
+
+
+@pytest.mark.long
+def test_a_gate_that_opens_on_a_commit_that_is_still_to_come_is_rejected(logs):
+    path = logs.path("node", "a")
+    events, at = logs.read(path), logs.find(path, "OpenGate", 3)
+    early = logs.find(path, "GateClosed", 2)
+    events.insert(early + 1, events.pop(at))
+    logs.write(path, events)
+    assert rejected_at(logs.validate(), path, early + 2)
+
+
+@pytest.mark.long
+def test_an_order_of_an_epoch_that_has_passed_is_rejected(logs):
+    path = logs.path("rank", "b")
+    events, at = logs.read(path), logs.find(path, "Fence", 3)
+    events.insert(at + 1, events[logs.find(path, "Fence", 1)])
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, at + 2), found
+
+
+@pytest.mark.long
+def test_a_fold_before_its_commit_is_rejected(logs):
+    path = logs.path("owner")
+    events, at = logs.read(path), logs.find(path, "BeginFold", 2)
+    sealed = logs.find(path, "Emit", 2)
+    events[sealed:sealed] = [events.pop(at), events.pop(at)]
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, sealed + 1), found
+
+
+@pytest.mark.long
+def test_a_version_that_is_not_the_one_committed_is_not_served(logs):
+    path = logs.path("node", "b")
+    events, at = logs.read(path), logs.find(path, "OpenGate", 3)
+    events[at]["step"]["version"] = 1
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, at + 1), found
+    assert "node[x.engine].version = x.version" in found.why[-1]
+
+
+@pytest.mark.long
+def test_an_acknowledgement_of_a_dead_incarnation_commits_nothing(logs):
+    """Engine a is started anew before it acknowledges: what commits is an acknowledgement of the one before."""
+    path, rank, leader = logs.path("node", "a"), logs.path("rank", "a"), logs.path("coordinator")
+    text = leader.read_text()
+    incarnation = logs.read(path)[0]["incarnation"]
+    first = text.index('"epoch":2,"record"')
+    leader.write_text(text[:first] + text[first:].replace(str(incarnation), str(incarnation + 1)))
+    found = logs.validate()
+    assert not found.ok
+    assert rank.name not in found.rejected
+
+
+@pytest.mark.long
+def test_a_seal_of_other_weights_is_rejected(logs):
+    path = logs.path("owner")
+    events, at = logs.read(path), logs.find(path, "Seal", 2)
+    events[at]["step"]["content_digest"] = "0" * 32
+    logs.write(path, events)
+    leader = logs.path("coordinator")
+    found = logs.validate()
+    assert rejected_at(found, leader, logs.find(leader, "Commit", 2) + 1), found
+    assert "x.sealed" in found.why[-1]
+
+
+@pytest.mark.long
+def test_a_payload_that_was_never_emitted_is_rejected(logs):
+    path = logs.path("rank", "a")
+    events, at = logs.read(path), logs.find(path, "BeginWrite", 3)
+    for event in events[at : at + 2]:
+        event["step"]["payload"]["owner_incarnation"] += 1
+    logs.write(path, events)
+    found = logs.validate()
+    assert rejected_at(found, path, at + 1), found
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_a_missing_line_shows_by_its_number(logs):
+    path = logs.path("rank", "a")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5] + lines[6:]))
+    found = validate(logs.folder, SPEC)
+    assert rejected_at(found, path, 6)
+    assert "event 6 follows event 4" in found.why[0]
+
+
+def test_half_a_line_at_the_end_is_left_out_and_said(logs):
+    path = logs.path("rank", "a")
+    path.write_bytes(path.read_bytes()[:-20])
+    (note,) = read_logs(logs.folder).notes
+    assert note.startswith(f"{path.name}:")
+    assert "killed" in note
+
+
+def test_half_a_line_elsewhere_is_damage(logs):
+    path = logs.path("rank", "a")
+    lines = path.read_text().splitlines(keepends=True)
+    lines[4] = lines[4][:30] + "\n"
+    path.write_text("".join(lines))
+    with pytest.raises(RefusedError, match=f"{path.name}:5.*only the last line"):
+        read_logs(logs.folder)
+
+
+def test_a_log_of_another_version_is_not_read(logs):
+    path = logs.path("rank", "a")
+    path.write_text(path.read_text().replace('"log_version":1', '"log_version":2'))
+    with pytest.raises(RefusedError, match="event log version 2"):
+        read_logs(logs.folder)
+
+
+def test_a_log_without_its_start_is_rejected(logs):
+    path = logs.path("rank", "a")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(RejectedError, match="lines before it are missing"):
+        read_logs(logs.folder)
+
+
+@pytest.mark.parametrize(("folder", "said"), [("nowhere", "no such folder"), (".", "was event_log off?")])
+def test_nothing_to_validate_is_said(tmp_path, folder, said, capsys):
+    assert main(["spec", "validate", str(tmp_path / folder)]) == 3
+    assert said in capsys.readouterr().err
+
+
+def test_logs_of_two_records_are_refused(logs):
+    path = logs.path("owner")
+    path.write_text(path.read_text().replace('"record_id":"default"', '"record_id":"other"'))
+    with pytest.raises(RefusedError, match="records default, other"):
+        read_logs(logs.folder)
