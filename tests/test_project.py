@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -85,3 +86,9 @@ def test_a_file_is_read_in_one_sitting():
     assert len(files) > 20
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     assert {path: lines for path, lines in long.items() if lines > LINES_MAX} == {}
+
+
+def test_no_two_test_files_have_one_name():
+    """Pytest imports them by name alone: `pytest` over all of them would stop at the second."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

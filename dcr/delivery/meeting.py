@@ -35,9 +35,11 @@ def leave_sign(delivery: Delivery, record_id: str, leader: str) -> bytes:
 
     Raises:
         DeliveryError: nothing can be stored there.
+        RefusedError: another run delivers there under the same record id: each would sweep what the other has sent.
     """
     if delivery.kind == RELAY:
         return msgspec.json.encode(MeetingPoint(RELAY, delivery.place, ""))
+    _refuse_another_run(delivery, record_id)
     try:
         delivery.delete_prefix(meeting_prefix(record_id))
     except DeliveryError as e:
@@ -45,6 +47,21 @@ def leave_sign(delivery: Delivery, record_id: str, leader: str) -> bytes:
     key = meeting_key(record_id, leader)
     delivery.put(key, leader.encode())
     return msgspec.json.encode(MeetingPoint(delivery.kind, delivery.place, key))
+
+
+def _refuse_another_run(delivery: Delivery, record_id: str) -> None:
+    prefix = meeting_prefix(record_id)
+    try:
+        for key in delivery.keys(prefix):
+            delivery.get(key, _BYTES_MAX)
+    except UnsealedError as e:
+        raise RefusedError(
+            f"delivery {delivery.place}: another run, with another secret, delivers there for record {record_id!r}: "
+            f"each would delete what the other has sent. Give this run a delivery or a record_id of its own; if the "
+            f"other run is over for good, delete {prefix} there"
+        ) from e
+    except DeliveryError as e:
+        _log.warning("whether another run delivers to %s cannot be told now: %s", delivery.place, e)
 
 
 def missed(delivery: Delivery, entry: bytes) -> str:

@@ -156,7 +156,10 @@ class Fleet:
             return "at fault" if e.at_fault else f"holds {_held(e.state)}"
 
         known = [f"{name} ({of(e)})" for name, e in sorted(self.engines.items())]
-        return ", ".join(known) or "none has come; start one, and compare control and record_id of both sides"
+        return ", ".join(known) or (
+            "none asks to take part: start one; if one runs, its log says what it waits for (control, record_id and "
+            "delivery must be the same on both sides)"
+        )
 
     def forgive(self) -> bool:
         """Count connected engines that are at fault as usable again; True if there were any."""

@@ -107,7 +107,9 @@ def test_a_push_that_waits_for_engines_or_ranks_says_so(tmp_path):
     try:
         fleet.step()
         pushing.start()
-        fleet.wait(lambda: fleet.refit.status.fleet.waits_for.startswith("a push waits; engines: none has come"))
+        fleet.wait(
+            lambda: fleet.refit.status.fleet.waits_for.startswith("a push waits; engines: none asks to take part")
+        )
         engine = fleet.engine("a")
         pushing.join(60)
         fleet.check(engine)

@@ -8,6 +8,7 @@ from dcr.delivery.folder import FolderDelivery
 from dcr.delivery.interface import DeliveryError, sweep
 from dcr.delivery.meeting import leave_sign, missed
 from dcr.delivery.sealed import SealedDelivery
+from dcr.protocol.errors import RefusedError
 
 SECRET = b"a secret of sixteen bytes or more"
 
@@ -51,6 +52,28 @@ def test_what_cannot_be_told_holds_nobody_up(ours, network_of, caplog):
     assert missed(ours, b"what a later version of dcr writes") == ""
     assert missed(SealedDelivery(network_of("away"), SECRET), entry) == ""
     assert "cannot be told now" in caplog.text
+
+
+def test_two_runs_do_not_share_a_place(ours, delivery, caplog):
+    """Else each sweeps away what the other has sent, its sign first."""
+    entry = leave_sign(ours, "run", "leader")
+    other = SealedDelivery(delivery, SECRET[::-1])
+    with pytest.raises(RefusedError, match=r"another run, with another secret, .*'run'.* delete run/meeting/ there"):
+        leave_sign(other, "run", "leader-of-another-run")
+    assert missed(ours, entry) == ""  # nothing was taken away
+    leave_sign(other, "another", "leader-of-another-run")
+    delivery.delete_prefix("run/meeting/")
+    leave_sign(other, "run", "leader-of-another-run")
+    assert "cannot be told" not in caplog.text
+
+
+def test_a_store_that_may_not_be_listed_holds_no_leader_up(delivery, network_of, caplog):
+    class Unlisted(type(network_of("unlisted"))):
+        def keys(self, prefix):
+            raise DeliveryError(f"listing {prefix}: denied")
+
+    leave_sign(SealedDelivery(Unlisted(network_of("unlisted")._root), SECRET), "run", "leader")
+    assert "whether another run delivers to" in caplog.text
 
 
 @pytest.fixture
