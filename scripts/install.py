@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -128,6 +129,27 @@ def remove_half_installed() -> None:
             shutil.rmtree(dist_info)
 
 
+def etcd_server() -> None:
+    """Bring the server that tests of the control plane in etcd start, unless there is one; they are skipped without.
+
+    Debian's package is downloaded and unpacked into .venv, which needs no root and leaves the system as it is.
+    """
+    if shutil.which("etcd") or (PYTHON.parent / "etcd").exists():
+        return
+    said = "the tests that need etcd will be skipped; apt-get install etcd-server, or put etcd on the PATH"
+    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
+        print(f"install: no etcd and no apt-get: {said}", flush=True)
+        return
+    with tempfile.TemporaryDirectory(prefix="dcr-etcd-") as folder:
+        script = 'cd "$1" && apt-get download etcd-server && dpkg-deb --extract etcd-server_*.deb out'
+        done = run("sh", "-c", script, "sh", folder)
+        if done.returncode != 0:
+            print(f"install: etcd-server could not be downloaded ({LOG}): {said}", flush=True)
+            return
+        shutil.copy2(Path(folder) / "out" / "usr" / "bin" / "etcd", PYTHON.parent / "etcd")
+    print("install: etcd, for tests", flush=True)
+
+
 def check_requirements() -> None:
     """Fail if an installed package misses a requirement, apart from those omitted on purpose."""
     missing = [line for line in run(*pip("check")).stdout.splitlines() if not EXPECTED_OF_CHECK.match(line)]
@@ -162,6 +184,7 @@ def main() -> None:
         stage(f"{len(pins)} pinned packages", *listed)
         stage("dcr, editable", *pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
         check_requirements()
+        etcd_server()
         STAMP.write_text(wanted_now)
         print(f"install: done in {time.monotonic() - start:.0f} s", flush=True)
 

@@ -57,3 +57,22 @@ def network(running_store):
     proxy = BadNetwork(running_store.port)
     yield proxy
     proxy.close()
+
+
+@pytest.fixture(scope="session")
+def etcd_server(tmp_path_factory):
+    """A real etcd; ``running_etcd`` is what tests take."""
+    from tests.etcd_server import HINT, EtcdServer, etcd_binary  # noqa: PLC0415 - few tests need it
+
+    if etcd_binary() is None:
+        pytest.skip(HINT)
+    server = EtcdServer.started(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def running_etcd(etcd_server):
+    """The server, started again if an earlier test left it killed."""
+    etcd_server.start()
+    return etcd_server

@@ -6,13 +6,11 @@ from typing import Any
 import msgspec
 
 from dcr.cli.report import say
-from dcr.control_plane.address import control_file, open_control_plane
-from dcr.protocol.errors import RefusedError
+from dcr.control_plane.address import open_existing
 from dcr.protocol.messages import ContentsCompared
 from dcr.runtime.channel_address import LOOPBACK
 from dcr.runtime.operator import verify
-from dcr.runtime.secret import load_or_create_secret
-from dcr.runtime.secret_path import secret_path
+from dcr.runtime.secret_path import run_secret
 
 _DESCRIPTION = """\
 Every training rank delivers the content digests of what it has committed, tensor by tensor; every admitted engine reads
@@ -68,14 +66,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DcrError: nobody could be asked.
     """
-    file = control_file(options.control)
-    if not file.is_file():  # and is not made, as it would be for a trainer
-        raise RefusedError(
-            f"control plane {options.control!r}: there is no {file}; give the address that trainer and nodes have"
-        )
-    control = open_control_plane(options.control)  # first: beside what is no record there is no secret to make
+    control = open_existing(options.control)  # first: beside what is no record there is no secret to make
     try:
-        secret = load_or_create_secret(secret_path(options.control))
+        secret = run_secret(options.control)
         engines: list[ContentsCompared] = []
         version = 0
         for answer in verify(

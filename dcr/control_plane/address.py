@@ -4,11 +4,14 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from dcr.control_plane.etcd import EtcdControlPlane
+from dcr.control_plane.etcd_address import EtcdAddress
 from dcr.control_plane.interface import ControlPlane, ControlPlaneSettings
 from dcr.control_plane.sqlite import SqliteControlPlane
 from dcr.protocol.errors import RefusedError
 
 _DEFAULT = ControlPlaneSettings()
+_ETCD = "etcd://"
 
 
 def open_control_plane(address: str, settings: ControlPlaneSettings = _DEFAULT) -> ControlPlane:
@@ -16,18 +19,62 @@ def open_control_plane(address: str, settings: ControlPlaneSettings = _DEFAULT) 
 
     Args:
         address: ``sqlite:///absolute/path.db``; the file is created where it is missing, and so is its folder.
+            ``etcd://host:port[,host:port]/prefix?...``, see ``EtcdAddress``.
         settings: bounds.
 
     Raises:
-        RefusedError: an address of another form, or a file that is not this version's record.
-        ControlPlaneUnavailableError: the file cannot be used.
+        RefusedError: an address of another form, a file that is not this version's record, or an etcd that does not
+            let us in.
+        ControlPlaneUnavailableError: the file cannot be used, or no member of the cluster can be asked.
     """
+    if address.startswith(_ETCD):
+        return EtcdControlPlane(EtcdAddress.parse(address), settings)
     return SqliteControlPlane(control_file(address), settings)
+
+
+def open_existing(address: str) -> ControlPlane:
+    """Open a control plane to look at it: a file that is missing is refused, and not made as for a trainer.
+
+    Raises:
+        RefusedError: as ``open_control_plane``, or there is no such file.
+        ControlPlaneUnavailableError: as ``open_control_plane``.
+    """
+    if not address.startswith(_ETCD) and not control_file(address).is_file():
+        raise RefusedError(
+            f"control plane {address!r}: there is no {control_file(address)}; give the address that trainer and nodes "
+            f"have"
+        )
+    return open_control_plane(address)
+
+
+def secret_file(address: str) -> tuple[Path, bool]:
+    """Where the secret of a run is kept, and whether the processes that share it may make it there.
+
+    Beside a record in a file it is another file: whoever may use the one finds the other.  Machines that share no disk
+    have it from their operator, in a file that the address names: what one of them made, the others would not have.
+
+    Raises:
+        RefusedError: the address has another form, or names no file.
+    """
+    if not address.startswith(_ETCD):
+        path = control_file(address)
+        return path.with_name(path.name + ".secret"), True
+    parsed = EtcdAddress.parse(address)
+    if not parsed.secret:
+        raise RefusedError(
+            f"control plane {parsed}: the machines of a run that share no disk have its secret from you: make one with "
+            f"`dcr certs secret /etc/dcr/run.secret`, bring it to every machine, and add secret=/etc/dcr/run.secret to "
+            f"the address"
+        )
+    return Path(parsed.secret), False
 
 
 def control_file(address: str) -> Path:
     """The file that an address names, whether or not it is there; RefusedError for an address of another form."""
-    refused = RefusedError(f"control plane address {address!r}: must be of the form sqlite:///absolute/path.db")
+    shown = repr(address) if "@" not in address else "(not shown)"
+    refused = RefusedError(
+        f"control plane address {shown}: must be of the form sqlite:///absolute/path.db or etcd://host:port/prefix"
+    )
     try:
         parts = urlsplit(address)
         path = Path(unquote(parts.path))

@@ -1,8 +1,9 @@
-"""What every control plane offers: the commit record K, its history, and the registry beside it (DESIGN D1, D3)."""
+"""What every control plane offers: the commit record K, its history, leases and the registry (DESIGN D1, D3, D16)."""
 
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcr.control_plane.lease import Lease
 from dcr.protocol.errors import DcrError, RefusedError
 
 
@@ -31,6 +32,8 @@ class HistoryEntry:
         actor: who wrote.
         reason: why.
         time_s: the writer's wall clock, seconds since the epoch; for people, never for decisions.
+        version: the committed version that the writer said the body holds; None where it said none.
+        digest: the content digest of that version; empty where it said none.
     """
 
     revision: int
@@ -38,6 +41,8 @@ class HistoryEntry:
     actor: str
     reason: str
     time_s: float
+    version: int | None = None
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,9 @@ class ControlPlane(Protocol):
         operation_id: str,
         actor: str,
         reason: str,
+        lease: Lease | None = None,
+        version: int | None = None,
+        digest: str = "",
     ) -> Stored:
         """Write the record if it is still at the expected revision, durably before returning.
 
@@ -124,6 +132,10 @@ class ControlPlane(Protocol):
             operation_id: unique for this write; a repetition carries the same id and the same body.
             actor: who writes, for the history.
             reason: why, for the history.
+            lease: write only while this lease is the record's, which is looked at in the same transaction; None to
+                write whoever leads.
+            version: committed version that the body holds, for the history: the body is opaque here.
+            digest: content digest of that version, for the history.
 
         Returns:
             The record as written; for a repetition, the same again while that write is the current one.
@@ -131,6 +143,7 @@ class ControlPlane(Protocol):
         Raises:
             ConflictError: the record is elsewhere, or a repeated operation has been overtaken; carries the record.
             UnknownOutcomeError: the write may have taken effect.
+            LeadershipLostError: the lease is not the record's any more.
             RefusedError: the operation id is the current one's, with another body.
         """
         ...
@@ -145,6 +158,36 @@ class ControlPlane(Protocol):
 
     def history(self, record_id: str, limit: int) -> list[HistoryEntry]:
         """The last writes, newest first, at most ``limit``."""
+        ...
+
+    def acquire(self, record_id: str, holder: str, lease_s: float, *, replaces: int | None = None) -> Lease:
+        """Lead the record: every older lease of it is refused from here on (DESIGN D16).
+
+        Args:
+            record_id: which record; it need not be there.
+            holder: who leads, a name new with every start.
+            lease_s: how long to lead without a renewal, seconds; rounded up to whole ones.
+            replaces: token of the lease to take over, whether or not it has run out; None only if nobody leads.
+
+        Raises:
+            LeaseHeldError: somebody leads, with another token than ``replaces``; carries who.
+        """
+        ...
+
+    def renew(self, lease: Lease) -> None:
+        """Lead for another ``lease_s``, counted from now.
+
+        Raises:
+            LeadershipLostError: the lease is not the record's any more.
+        """
+        ...
+
+    def release(self, lease: Lease) -> None:
+        """Lead no more, so that the next one need not wait; fine if it ended already."""
+        ...
+
+    def leader(self, record_id: str) -> Lease | None:
+        """The lease that is the record's now, or None."""
         ...
 
     def register(self, record_id: str, kind: str, name: str, value: bytes) -> None:
@@ -181,7 +224,9 @@ def check_text(what: str, text: str, chars_max: int = TEXT_CHARS_MAX) -> None:
         raise RefusedError(f"{what} must be 1 to {chars_max} printable characters, not {text[:chars_max]!r}")
 
 
-def check_write(settings: ControlPlaneSettings, record_id: str, body: bytes, operation: tuple[str, str, str]) -> None:
+def check_write(
+    settings: ControlPlaneSettings, record_id: str, body: bytes, operation: tuple[str, str, str], digest: str
+) -> None:
     """Raise RefusedError unless the arguments of a compare-and-set are within bounds.
 
     Args:
@@ -189,12 +234,15 @@ def check_write(settings: ControlPlaneSettings, record_id: str, body: bytes, ope
         record_id: which record.
         body: the new body.
         operation: operation id, actor and reason.
+        digest: content digest for the history, or empty.
     """
     operation_id, actor, reason = operation
     check_text("record id", record_id)
     check_text("operation id", operation_id)
     check_text("actor", actor)
     check_text("reason", reason, REASON_CHARS_MAX)
+    if digest:
+        check_text("digest", digest)
     if len(body) > settings.record_bytes_max:
         raise RefusedError(
             f"record {record_id}: a body of {len(body)} bytes exceeds record_bytes_max = {settings.record_bytes_max}; "

@@ -8,7 +8,6 @@ memory, so a network file system will not do.
 import contextlib
 import os
 import sqlite3
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -25,24 +24,10 @@ from dcr.control_plane.interface import (
     check_text,
     check_write,
 )
+from dcr.control_plane.lease import Lease, check_lease_of, check_lease_s
+from dcr.control_plane.sqlite_file import check_file, create_file
+from dcr.control_plane.sqlite_lease import check_held, current_lease, end, grant, prolong
 from dcr.protocol.errors import RefusedError
-
-_APPLICATION_ID = 0x6463724B  # "dcrK"
-_SCHEMA_VERSION = 1
-_SCHEMA = f"""
-PRAGMA journal_mode = WAL;
-BEGIN;
-CREATE TABLE record (record_id TEXT PRIMARY KEY, revision INTEGER NOT NULL, operation_id TEXT NOT NULL,
-    body BLOB NOT NULL) STRICT;
-CREATE TABLE operation (record_id TEXT NOT NULL, revision INTEGER NOT NULL, operation_id TEXT NOT NULL,
-    actor TEXT NOT NULL, reason TEXT NOT NULL, time_s REAL NOT NULL,
-    PRIMARY KEY (record_id, revision), UNIQUE (record_id, operation_id)) STRICT;
-CREATE TABLE registry (record_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, value BLOB NOT NULL,
-    PRIMARY KEY (record_id, kind, name)) STRICT;
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {_SCHEMA_VERSION};
-COMMIT;
-"""
 
 _ADVICE = (
     ("SQLITE_BUSY", "other processes kept it locked for longer than busy_timeout_s; find the one that hangs"),
@@ -80,7 +65,7 @@ class SqliteControlPlane:
         self._process = os.getpid()
         try:
             if not path.exists():
-                _create(path)
+                create_file(path)
         except OSError as error:
             raise ControlPlaneUnavailableError(
                 f"control plane file {path}: cannot be created: {error.strerror}; its folder must exist and be writable"
@@ -105,9 +90,13 @@ class SqliteControlPlane:
         operation_id: str,
         actor: str,
         reason: str,
+        lease: Lease | None = None,
+        version: int | None = None,
+        digest: str = "",
     ) -> Stored:
         """See ControlPlane."""
-        check_write(self._settings, record_id, body, (operation_id, actor, reason))
+        check_write(self._settings, record_id, body, (operation_id, actor, reason), digest)
+        check_lease_of(lease, record_id)
         with self._transaction("writing the record", operation_id) as connection:
             current = _read(connection, record_id)
             if current is not None and current.operation_id == operation_id:
@@ -117,6 +106,8 @@ class SqliteControlPlane:
                         f"another body; every write needs an id of its own"
                     )
                 return current
+            if lease is not None:
+                check_held(connection, lease)
             if _operation_revision(connection, record_id, operation_id) is not None:
                 raise ConflictError(f"record {record_id}: operation {operation_id} has been overtaken", current)
             revision = None if current is None else current.revision
@@ -130,8 +121,8 @@ class SqliteControlPlane:
                 "INSERT OR REPLACE INTO record VALUES (?, ?, ?, ?)", (record_id, stored.revision, operation_id, body)
             )
             connection.execute(
-                "INSERT INTO operation VALUES (?, ?, ?, ?, ?, ?)",
-                (record_id, stored.revision, operation_id, actor, reason, time.time()),
+                "INSERT INTO operation VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (record_id, stored.revision, operation_id, actor, reason, time.time(), version, digest),
             )
             connection.execute(
                 "DELETE FROM operation WHERE record_id = ? AND revision <= ?",
@@ -151,11 +142,35 @@ class SqliteControlPlane:
         check_text("record id", record_id)
         with self._connected("reading the history") as connection:
             rows = connection.execute(
-                "SELECT revision, operation_id, actor, reason, time_s FROM operation WHERE record_id = ? "
-                "ORDER BY revision DESC LIMIT ?",
+                "SELECT revision, operation_id, actor, reason, time_s, version, digest FROM operation "
+                "WHERE record_id = ? ORDER BY revision DESC LIMIT ?",
                 (record_id, max(0, min(limit, self._settings.history_max))),
             )
             return [HistoryEntry(*row) for row in rows]
+
+    def acquire(self, record_id: str, holder: str, lease_s: float, *, replaces: int | None = None) -> Lease:
+        """See ControlPlane."""
+        check_text("record id", record_id)
+        check_text("holder", holder)
+        check_lease_s(lease_s)
+        with self._transaction("acquiring the lease") as connection:
+            return grant(connection, record_id, holder, lease_s, replaces)
+
+    def renew(self, lease: Lease) -> None:
+        """See ControlPlane."""
+        with self._transaction("renewing the lease") as connection:
+            prolong(connection, lease)
+
+    def release(self, lease: Lease) -> None:
+        """See ControlPlane."""
+        with self._transaction("releasing the lease") as connection:
+            end(connection, lease)
+
+    def leader(self, record_id: str) -> Lease | None:
+        """See ControlPlane."""
+        check_text("record id", record_id)
+        with self._connected("looking up the lease") as connection:
+            return current_lease(connection, record_id)
 
     def register(self, record_id: str, kind: str, name: str, value: bytes) -> None:
         """See ControlPlane."""
@@ -273,32 +288,12 @@ class SqliteControlPlane:
         )
         try:
             connection.execute("PRAGMA synchronous = FULL")
-            self._check_file(connection)
+            check_file(connection, self._path)
         except BaseException:
             connection.close()
             raise
         self._inode = inode
         return connection
-
-    def _check_file(self, connection: sqlite3.Connection) -> None:
-        application_id, version, journal = (
-            connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("application_id", "user_version", "journal_mode")
-        )
-        if application_id != _APPLICATION_ID:
-            raise RefusedError(
-                f"control plane file {self._path}: a SQLite database of something else; check the address"
-            )
-        if version != _SCHEMA_VERSION:
-            raise RefusedError(
-                f"control plane file {self._path}: schema {version}, while this dcr knows {_SCHEMA_VERSION}; use the "
-                f"dcr that wrote it, or a newer one"
-            )
-        if journal != "wal":
-            raise RefusedError(
-                f"control plane file {self._path}: journal mode {journal} instead of wal; it was changed by hand, or "
-                f"the file system cannot share memory"
-            )
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -334,29 +329,3 @@ def _inode(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_dev, status.st_ino
-
-
-def _create(path: Path) -> None:
-    """Build the file under another name, then link it into place unless another process was faster."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as building:
-        new = Path(building) / "new.db"
-        new.touch(0o600)
-        new.chmod(0o600)  # whatever the umask says
-        connection = sqlite3.connect(new, isolation_level=None)
-        try:
-            connection.executescript(_SCHEMA)
-        finally:
-            connection.close()  # folds the write-ahead log into the file
-        _sync(new)
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(new)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

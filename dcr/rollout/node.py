@@ -29,8 +29,8 @@ from dcr.runtime.progress_log import ProgressLog, Steps
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
 from dcr.runtime.registry import RelayDirectory
-from dcr.runtime.secret import load_or_create_secret, record_secret
-from dcr.runtime.secret_path import secret_path
+from dcr.runtime.secret import record_secret
+from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory
 
@@ -109,7 +109,7 @@ class RolloutNode:
             plane = open_control_plane(control)
             events = event_folder(bounds.event_log, control)
             opened.callback(plane.close)
-            secret = load_or_create_secret(secret_path(control))
+            secret = run_secret(control)
             directory = RelayDirectory(plane, record_id)
             store = SealedDelivery(open_delivery(delivery, directory, receives=True), record_secret(secret, record_id))
             opened.callback(store.close)

@@ -1,5 +1,6 @@
 """The coordinator host: carries out the coordinator role's effects; by default in the trainer's first rank."""
 
+import contextlib
 import logging
 import math
 import queue
@@ -14,6 +15,7 @@ from dcr.control_plane.interface import (
     Stored,
     UnknownOutcomeError,
 )
+from dcr.control_plane.lease import LeadershipLostError
 from dcr.data_plane.payload import WIRE_VERSION
 from dcr.delivery.interface import Delivery
 from dcr.delivery.meeting import leave_sign
@@ -44,6 +46,7 @@ from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.event_log import EventLog
 from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
+from dcr.runtime.leadership import Leadership, why_lost
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.registry import register_leader, register_meeting
 from dcr.runtime.secret import record_secret
@@ -79,6 +82,8 @@ class CoordinatorHost:
 
     Raises:
         RefusedError: the credentials that the setting ``channel`` names are no good, or it cannot listen there.
+        LeaseHeldError: others that start take the lease of leadership again and again.
+        ControlPlaneUnavailableError: the control plane could not be asked.
     """
 
     def __init__(
@@ -142,12 +147,14 @@ class CoordinatorHost:
                 f"port that is free"
             ) from e
         self._sweeper = Sweeper(delivery, record_id)
-        try:
+        with contextlib.ExitStack() as half_done:
+            half_done.callback(self._hub.close)
+            half_done.callback(self._sweeper.close)
+            self._leadership = Leadership(control, record_id, leader, settings.leader_lease_s, self._lease_lost)
+            half_done.callback(self._leadership.close)
             register_meeting(control, record_id, leave_sign(delivery, record_id, leader))
             register_leader(control, record_id, self._hub.address)
-        except BaseException:
-            self._hub.close()
-            raise
+            half_done.pop_all()
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
         self._thread.start()
 
@@ -184,6 +191,7 @@ class CoordinatorHost:
         self._hub.close()
         self._thread.join(self._settings.drain_timeout_s)
         self._sweeper.close()
+        self._leadership.close()
         if not self._thread.is_alive():
             self._event_log.close()
 
@@ -358,6 +366,9 @@ class CoordinatorHost:
                 operation_id=w.operation_id,
                 actor=self._leader,
                 reason=w.reason,
+                lease=self._leadership.lease,
+                version=w.record.version,
+                digest=w.record.baseline_id,
             )
         except ConflictError as e:
             found = e.current
@@ -366,6 +377,8 @@ class CoordinatorHost:
             )
         except UnknownOutcomeError:
             return self._role.unknown(w.operation_id)
+        except LeadershipLostError as e:
+            raise _OwnError(why_lost(e)) from e
         except RefusedError as e:
             raise _OwnError(f"the record could not be written ({w.reason}): {e}") from e
         except ControlPlaneUnavailableError as e:
@@ -373,6 +386,13 @@ class CoordinatorHost:
         if w.reason in ("Commit", "OpenAttempt", "OpenRestore"):
             self._sweeper.sweep(w.record.epoch - self._settings.retain_epochs)
         return self._role.written(w.operation_id, stored.revision)
+
+    def _lease_lost(self, error: LeadershipLostError) -> None:
+        def act() -> Sequence[effects_.Effect]:
+            raise _OwnError(why_lost(error)) from error
+
+        with contextlib.suppress(queue.Full):  # the next write finds it out too
+            self._post(act)
 
     def _later(self, error: ControlPlaneUnavailableError, effects: list[effects_.Effect]) -> list[effects_.Effect]:
         """The control plane is away and nothing took effect: the same again, until it is back or we are closed."""

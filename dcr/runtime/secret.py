@@ -39,9 +39,39 @@ def load_or_create_secret(path: Path | str) -> bytes:
     try:
         if not os.path.lexists(path):
             _create(path)
-        return Secret(_load(path))
     except OSError as error:
         raise RefusedError(f"secret file {path}: {error.strerror}; check it and its folder") from error
+    return load_secret(path)
+
+
+def load_secret(path: Path) -> bytes:
+    """The 32 random bytes in a file.
+
+    Raises:
+        RefusedError: as ``load_or_create_secret``, or the file is missing.
+    """
+    try:
+        return Secret(_load(path))
+    except FileNotFoundError:
+        raise RefusedError(
+            f"secret file {path}: is missing; bring it here from where `dcr certs secret` made it, mode 0600"
+        ) from None
+    except OSError as error:
+        raise RefusedError(f"secret file {path}: {error.strerror}; check it and its folder") from error
+
+
+def create_secret(path: Path) -> None:
+    """Make a file with a new secret, for a run whose machines share no disk.
+
+    Raises:
+        RefusedError: there is one already, or its folder cannot be written.
+    """
+    if os.path.lexists(path):
+        raise RefusedError(f"{path} is there already; nothing was changed")
+    try:
+        _create(path)
+    except OSError as error:
+        raise RefusedError(f"secret file {path}: {error.strerror}; its folder must exist and be writable") from error
 
 
 def _create(path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Self
 
 import msgspec
 
+from dcr.control_plane.lease import LEASE_S_MAX, LEASE_S_MIN
 from dcr.protocol.conductor import GATE_MODES
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.channel_address import LOOPBACK, ChannelAddress
@@ -97,6 +98,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Payload bytes that a node keeps in shared memory for the ranks of its engines, until all have read them."""
     retain_epochs: int = 8
     """Epochs of payloads kept in the delivery store; older ones are swept."""
+    leader_lease_s: float = 30.0
+    """How long a coordinator leads without reaching the control plane, before another one may (DESIGN D16)."""
     channel: str = LOOPBACK
     """How trainer, nodes and leader talk: ``loopback``, or ``tls:///folder/of/credentials`` with this process's
     credentials, on the trainer's first rank with where it listens, ``?listen=10.0.0.4:7100``
@@ -116,6 +119,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise RefusedError(f"setting gate_mode: {self.gate_mode!r} is not one of {', '.join(GATE_MODES)}")
         if self.readback not in READBACKS:
             raise RefusedError(f"setting readback: {self.readback!r} is not one of {', '.join(READBACKS)}")
+        if not LEASE_S_MIN <= self.leader_lease_s <= LEASE_S_MAX:
+            raise RefusedError(
+                f"setting leader_lease_s: {self.leader_lease_s} must be from {LEASE_S_MIN:.0f} to {LEASE_S_MAX:.0f}"
+            )
         try:
             ChannelAddress.parse(self.channel)
         except RefusedError as e:

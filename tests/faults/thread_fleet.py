@@ -81,11 +81,12 @@ class Fleet:
         settings: dict[str, Any] | None = None,
         payloads: Path | None = None,
         delivery: str | None = None,
+        control: str | None = None,
     ) -> None:
         self.folder = folder
         self.payloads = payloads or folder / "payloads"
         self.addresses: dict[str, Any] = {
-            "control": f"sqlite://{folder}/record.db",
+            "control": control or f"sqlite://{folder}/record.db",
             "delivery": delivery or f"file://{self.payloads}",
             "settings": {**SETTINGS, **(settings or {})},
         }

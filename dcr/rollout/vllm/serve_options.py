@@ -18,8 +18,7 @@ from dcr.rollout.vllm.worker_extension import worker_extension_cls
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.handshake import Peer
 from dcr.runtime.registry import RelayDirectory
-from dcr.runtime.secret import load_or_create_secret
-from dcr.runtime.secret_path import secret_path
+from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import LARGEST, Settings
 
 _T = TypeVar("_T")
@@ -79,7 +78,7 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "--dcr-control": {
         "required": True,
         "help": "where the commit record is, the same for the trainer: sqlite:///tmp/run/record.db is the file "
-        "/tmp/run/record.db; must be given",
+        "/tmp/run/record.db; or etcd://host:port/prefix?... (docs/control-plane.md); must be given",
     },
     "--dcr-delivery": {
         "required": True,
@@ -143,7 +142,7 @@ def _check(args: Namespace) -> None:
         raise OptionError(f"--dcr-held-requests-max: {held} must be 0 or more requests")
     # Opened for good: a file that is not a record and a folder that cannot be written are found no other way.
     with closing(_named("--dcr-control", lambda: open_control_plane(args.dcr_control))) as control:
-        _named("--dcr-control", lambda: load_or_create_secret(secret_path(args.dcr_control)))
+        _named("--dcr-control", lambda: run_secret(args.dcr_control))
         # As an owner's: a relay's node would be entered where owners look for it.
         directory = RelayDirectory(control, args.dcr_record)
         _named("--dcr-delivery", lambda: open_delivery(args.dcr_delivery, directory).close())

@@ -24,8 +24,8 @@ from dcr.runtime.owner_host import OwnerHost
 from dcr.runtime.progress_log import ProgressLog, Steps
 from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.registry import RelayDirectory
-from dcr.runtime.secret import load_or_create_secret, record_secret
-from dcr.runtime.secret_path import secret_path
+from dcr.runtime.secret import record_secret
+from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 from dcr.trainer.torch.ranks import Ranks
@@ -80,7 +80,7 @@ class Refit:
         self._source = source
         step("opens the control plane and the delivery")
         self._control = open_control_plane(control)
-        secret = load_or_create_secret(secret_path(control))
+        secret = run_secret(control)
         self._delivery = SealedDelivery(
             open_delivery(delivery, RelayDirectory(self._control, record_id)), record_secret(secret, record_id)
         )

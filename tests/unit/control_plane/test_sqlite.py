@@ -1,29 +1,15 @@
-import contextlib
-import itertools
-import json
 import os
 import sqlite3
 import stat
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dcr.control_plane.address import open_control_plane
 from dcr.control_plane.interface import (
-    ConflictError,
     ControlPlaneSettings,
     ControlPlaneUnavailableError,
-    HistoryEntry,
-    Stored,
 )
 from dcr.protocol.errors import RefusedError
-
-_ids = itertools.count()
 
 
 def opened(path, **bounds):
@@ -43,183 +29,6 @@ def path(tmp_path):
 def plane(path):
     plane = opened(path)
     yield plane
-    plane.close()
-
-
-def test_create_only_if_absent_then_only_from_the_current_revision(plane):
-    assert plane.read("run") is None
-    assert write(plane, None, b"zero", "a") == Stored(1, b"zero", "a")
-    with pytest.raises(ConflictError) as refused:
-        write(plane, None, b"other", "b")
-    assert refused.value.current == Stored(1, b"zero", "a")
-    assert write(plane, 1, b"one", "c") == Stored(2, b"one", "c")
-    with pytest.raises(ConflictError, match="at revision 2, not 1"):
-        write(plane, 1, b"late", "d")
-    with pytest.raises(ConflictError) as absent:
-        write(plane, 7, b"x", "e", record_id="another")
-    assert absent.value.current is None
-    assert plane.read("run") == Stored(2, b"one", "c")
-
-
-def test_a_repeated_operation_takes_effect_once(plane):
-    first = write(plane, None, b"zero", "a")
-    assert write(plane, None, b"zero", "a") == first
-    with pytest.raises(RefusedError, match="another body"):
-        write(plane, None, b"forged", "a")
-    write(plane, 1, b"one", "b")
-    with pytest.raises(ConflictError, match="overtaken") as overtaken:
-        write(plane, 2, b"zero", "a")
-    assert overtaken.value.current == Stored(2, b"one", "b")
-    assert plane.read("run").revision == 2
-
-
-def test_read_back_history_and_its_bound(path):
-    plane = opened(path, history_max=3)
-    for i in range(5):
-        write(plane, i or None, b"%d" % i, f"op{i}")
-    assert [plane.operation_revision("run", f"op{i}") for i in range(6)] == [None, None, 3, 4, 5, None]
-    history = plane.history("run", 10)
-    assert [(e.revision, e.operation_id) for e in history] == [(5, "op4"), (4, "op3"), (3, "op2")]
-    assert isinstance(history[0], HistoryEntry)
-    assert (history[0].actor, history[0].reason) == ("t", "because")
-    assert [e.revision for e in plane.history("run", 1)] == [5]
-    assert plane.history("run", 0) == []
-    # A forgotten operation is not done again either.
-    with pytest.raises(ConflictError):
-        write(plane, None, b"0", "op0")
-    plane.close()
-
-
-def test_registry(path):
-    plane = opened(path, registry_entries_max=2, registry_value_bytes_max=4)
-    plane.register("run", "node", "a", b"1")
-    plane.register("run", "node", "b", b"2")
-    plane.register("run", "node", "a", b"3")
-    plane.register("run", "leader", "a", b"9")
-    plane.register("other", "node", "z", b"8")
-    assert plane.lookup("run", "node", "a") == b"3"
-    assert plane.lookup("run", "node", "c") is None
-    assert plane.registered("run", "node") == {"a": b"3", "b": b"2"}
-    with pytest.raises(RefusedError, match="registry_entries_max"):
-        plane.register("run", "node", "c", b"4")
-    with pytest.raises(RefusedError, match="registry_value_bytes_max"):
-        plane.register("run", "node", "a", b"12345")
-    plane.unregister("run", "node", "b")
-    plane.unregister("run", "node", "b")
-    plane.register("run", "node", "c", b"4")
-    assert plane.registered("run", "node") == {"a": b"3", "c": b"4"}
-    assert plane.read("run") is None
-    plane.close()
-
-
-def test_out_of_bounds_is_refused_and_changes_nothing(path):
-    plane = opened(path, record_bytes_max=10)
-    write(plane, None, b"x" * 10, "a")
-    refused = [
-        ("run", b"x" * 11, "b", "t", "r", "record_bytes_max"),
-        ("", b"x", "b", "t", "r", "record id"),
-        ("run", b"x", "b" * 201, "t", "r", "operation id"),
-        ("run", b"x", "b", "t\n", "r", "actor"),
-        ("run", b"x", "b", "t", "r" * 4097, "reason"),
-    ]
-    for record_id, body, operation_id, actor, reason, named in refused:
-        with pytest.raises(RefusedError, match=named):
-            plane.compare_and_set(record_id, 1, body, operation_id=operation_id, actor=actor, reason=reason)
-    assert plane.read("run") == Stored(1, b"x" * 10, "a")
-    plane.close()
-
-
-_writes = st.lists(
-    st.tuples(
-        st.integers(0, 1),  # which of two connections
-        st.one_of(st.none(), st.integers(0, 6)),  # expected revision
-        st.binary(max_size=4),
-        st.integers(0, 5),  # operation id, so that repetitions happen
-    ),
-    max_size=25,
-)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(_writes)
-def test_two_connections_behave_as_one_register(path, writes):
-    """Against a model in ten lines, through two connections to one file, one record an example."""
-    planes = (opened(path), opened(path))
-    record_id, current, done = f"r{next(_ids)}", None, {}
-    try:
-        for which, expected, body, number in writes:
-            operation_id = f"op{number}"
-            try:
-                got = write(planes[which], expected, body, operation_id, record_id)
-            except ConflictError as conflict:
-                got = ("conflict", conflict.current)
-            except RefusedError:
-                got = "refused"
-            if current is not None and current.operation_id == operation_id:
-                assert got == (current if current.body == body else "refused")
-            elif operation_id in done or expected != (current.revision if current else None):
-                assert got == ("conflict", current)
-            else:
-                current = Stored((current.revision if current else 0) + 1, body, operation_id)
-                done[operation_id] = current.revision
-                assert got == current
-            for plane in planes:
-                assert plane.read(record_id) == current
-                assert plane.operation_revision(record_id, operation_id) == done.get(operation_id)
-    finally:
-        for plane in planes:
-            plane.close()
-
-
-def test_threads_share_one_control_plane_and_every_revision_has_one_winner(plane):
-    write(plane, None, b"", "start")
-    barrier = threading.Barrier(8)
-
-    def contend(worker):
-        won = []
-        for revision in range(1, 11):
-            barrier.wait(60)
-            with contextlib.suppress(ConflictError):
-                won.append(write(plane, revision, b"%d" % worker, f"{worker}.{revision}").revision)
-        return won
-
-    with ThreadPoolExecutor(8) as pool:
-        won = sorted(itertools.chain.from_iterable(pool.map(contend, range(8))))
-    assert won == list(range(2, 12))
-
-
-_CONTENDER = """
-import json, sys
-from dcr.control_plane.address import open_control_plane
-from dcr.control_plane.interface import ConflictError
-path, worker, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
-plane = open_control_plane(f"sqlite://{path}")          # all eight may find the file missing
-plane.register("run", "contender", worker, b"")
-while len(plane.registered("run", "contender")) < 8: pass
-won = []
-for r in range(rounds):
-    try:
-        won.append(plane.compare_and_set("run", r or None, worker.encode(), operation_id=f"{worker}.{r}", actor=worker,
-                                         reason="contend").revision)
-    except ConflictError as conflict:
-        assert conflict.current.revision > r, conflict.current
-print(json.dumps(won))
-"""
-
-
-def test_eight_processes_one_winner_a_round(path):
-    rounds = 15
-    contenders = [
-        subprocess.Popen(
-            [sys.executable, "-c", _CONTENDER, str(path), str(i), str(rounds)], stdout=subprocess.PIPE, text=True
-        )
-        for i in range(8)
-    ]
-    won = {i: json.loads(c.communicate(timeout=120)[0]) for i, c in enumerate(contenders)}
-    assert all(c.returncode == 0 for c in contenders)
-    assert sorted(itertools.chain.from_iterable(won.values())) == list(range(1, rounds + 1))
-    plane = opened(path)
-    assert {e.revision: e.actor for e in plane.history("run", 100)} == {r: str(i) for i in won for r in won[i]}
     plane.close()
 
 
@@ -249,7 +58,7 @@ def test_durable_and_wal(path, plane):
 
 @pytest.mark.parametrize(
     ("statement", "named"),
-    [("PRAGMA user_version = 2", "schema 2"), ("PRAGMA application_id = 5", "something else")],
+    [("PRAGMA user_version = 3", "schema 3"), ("PRAGMA application_id = 5", "something else")],
 )
 def test_a_newer_schema_and_a_strange_database_are_refused_unchanged(path, statement, named):
     opened(path).close()
@@ -260,6 +69,41 @@ def test_a_newer_schema_and_a_strange_database_are_refused_unchanged(path, state
     with pytest.raises(RefusedError, match=named):
         opened(path)
     assert path.read_bytes() == before
+
+
+def test_a_file_from_before_leases_is_brought_forward_with_all_it_holds(path):
+    plane = opened(path)
+    write(plane, None, b"x", "a")
+    plane.close()
+    other = sqlite3.connect(path)
+    other.executescript(
+        "DROP TABLE lease; ALTER TABLE operation DROP COLUMN version;"
+        "ALTER TABLE operation DROP COLUMN digest; PRAGMA user_version = 1"
+    )
+    other.close()
+    older = [opened(path) for _ in range(2)]
+    assert older[1].read("run").body == b"x"
+    (entry,) = older[1].history("run", 9)
+    assert (entry.operation_id, entry.version, entry.digest) == ("a", None, "")
+    lease = older[0].acquire("run", "one", 60)
+    assert older[1].leader("run") == lease
+    for plane in older:
+        plane.close()
+    other = sqlite3.connect(path)
+    assert other.execute("PRAGMA user_version").fetchone() == (2,)
+    other.close()
+
+
+def test_a_lease_of_another_boot_has_ended(path):
+    plane = opened(path)
+    lease = plane.acquire("run", "one", 3600)
+    other = sqlite3.connect(path)
+    other.execute("UPDATE lease SET boot = 'the-boot-before'")
+    other.commit()
+    other.close()
+    assert plane.leader("run") is None
+    assert plane.acquire("run", "two", 60).token == lease.token + 1
+    plane.close()
 
 
 def test_damage_is_named(path):
@@ -307,25 +151,9 @@ def test_a_removed_or_replaced_file_takes_no_more_writes(path):
     plane.close()
 
 
-def test_closed_and_forked(path):
-    plane = opened(path)
-    child = os.fork()
-    if child == 0:
-        try:
-            plane.read("run")
-        except ControlPlaneUnavailableError as error:
-            os._exit(0 if "fork" in str(error) else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    plane.close()
-    plane.close()
-    with pytest.raises(ControlPlaneUnavailableError, match="closed"):
-        plane.read("run")
-
-
 @pytest.mark.parametrize(
     "address",
-    ["sqlite:relative.db", "sqlite://host/x.db", "sqlite:///", "etcd://h", "/x.db", "sqlite:///x.db?mode=ro", ""],
+    ["sqlite:relative.db", "sqlite://host/x.db", "sqlite:///", "redis://h", "/x.db", "sqlite:///x.db?mode=ro", ""],
 )
 def test_other_addresses_are_refused(address):
     with pytest.raises(RefusedError, match="sqlite:///absolute"):
