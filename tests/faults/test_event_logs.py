@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from conftest import SPEC
 
 from dcr.modelcheck.eventlog.validate import validate
+from tests.faults.conftest import SPEC
 from tests.faults.deployment import Deployment
 from tests.faults.engine_process import Kill
 
