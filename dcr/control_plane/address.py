@@ -56,9 +56,9 @@ def secret_file(address: str) -> tuple[Path, bool]:
     Raises:
         RefusedError: the address has another form, or names no file.
     """
-    if not address.startswith(_ETCD):
-        path = control_file(address)
-        return path.with_name(path.name + ".secret"), True
+    path = beside(address, ".secret")
+    if path is not None:
+        return path, True
     parsed = EtcdAddress.parse(address)
     if not parsed.secret:
         raise RefusedError(
@@ -67,6 +67,14 @@ def secret_file(address: str) -> tuple[Path, bool]:
             f"the address"
         )
     return Path(parsed.secret), False
+
+
+def beside(address: str, suffix: str) -> Path | None:
+    """The path of the record's file with a suffix; None where the record is in no file. RefusedError as below."""
+    if address.startswith(_ETCD):
+        return None
+    path = control_file(address)
+    return path.with_name(path.name + suffix)
 
 
 def control_file(address: str) -> Path:

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from urllib.parse import quote
 
-from dcr.control_plane.address import control_file
+from dcr.control_plane.address import beside
 from dcr.protocol.event import Event, Start
 from dcr.protocol.step import Step
 from dcr.runtime.observer import Observer, guarded
@@ -26,17 +26,20 @@ def event_folder(setting: str, control: str) -> str:
     Args:
         setting: ``event_log`` of the settings: ``beside``, ``off``, or a folder.
         control: address of the control plane; for ``sqlite:///tmp/run/record.db`` the folder that is meant by
-            ``beside`` is ``/tmp/run/record.db.events``.
+            ``beside`` is ``/tmp/run/record.db.events``; a record in etcd has no folder beside it.
 
     Raises:
-        RefusedError: the address is not that of a file.
+        RefusedError: the address has another form.
     """
     if setting == OFF:
         return ""
     if setting != BESIDE:
         return setting
-    path = control_file(control)
-    return str(path.with_name(path.name + ".events"))
+    folder = beside(control, ".events")
+    if folder is None:
+        _log.info("no event log is written, for the record is in no file: name a folder in the setting event_log")
+        return ""
+    return str(folder)
 
 
 class EventLog:

@@ -149,6 +149,8 @@ def test_any_name_makes_one_file_in_the_folder(tmp_path, name) -> None:
 def test_where_it_is_written() -> None:
     assert event_folder("beside", "sqlite:///run/record.db") == "/run/record.db.events"
     assert event_folder("off", "sqlite:///run/record.db") == ""
+    assert event_folder("beside", "etcd://127.0.0.1:2379/dcr") == ""
+    assert event_folder("/elsewhere", "etcd://127.0.0.1:2379/dcr") == "/elsewhere"
     assert event_folder("/elsewhere", "sqlite:///run/record.db") == "/elsewhere"
 
 
