@@ -20,6 +20,7 @@ class Kept:
     """Objects in a dictionary, which anybody may change."""
 
     look_pause = LookPause()
+    kind = place = "kept"
 
     def __init__(self):
         self.objects = {}
