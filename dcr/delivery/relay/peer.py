@@ -188,6 +188,11 @@ class Peer:
 def _said(error: Exception, bounds: Bounds) -> str:
     if isinstance(error, TimeoutError):
         return f"nothing was taken or said for peer_timeout_s = {bounds.peer_timeout_s} s"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate is not good here, by our ca.pem: {error.verify_message}; give both sides certificates of "
+            f"one authority (dcr certs)"
+        )
     return str(error) or repr(error)
 
 
