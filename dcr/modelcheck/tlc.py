@@ -155,7 +155,8 @@ def run(
     with tempfile.TemporaryDirectory(prefix="dcr-tlc-") as folder, as_file(_jar()) as jar:
         private = Path(folder)
         command = [
-            *(str(find_java()), "-XX:+UseParallelGC", f"-Xmx{heap}", "-Dfile.encoding=UTF-8"),
+            # TLC recurses into what it evaluates: the usual stack was too small for a log of 1,800 lines, now and then.
+            *(str(find_java()), "-XX:+UseParallelGC", f"-Xmx{heap}", "-Xss32m", "-Dfile.encoding=UTF-8"),
             *(f"-Djava.io.tmpdir={private}", "-cp", str(jar), "tlc2.TLC", "-tool", "-cleanup"),
             *("-metadir", str(private / "states"), "-workers", str(workers)),
             *_options(private, simulate=simulate, coverage=coverage, deadlock=deadlock, graph=graph),
