@@ -1,6 +1,6 @@
 """Delivery across clusters: refits over a WAN against moving the whole checkpoint (the paper's sections 8.5 to 8.7).
 
-    python bench/wan.py [--json] [--full]      about ten minutes; needs root, gcc and iproute2, ends with 3 without
+    python bench/wan.py [--json] [--full]      about six minutes; needs root, gcc and iproute2, ends with 3 without
 
 Network namespaces are the nodes of a training and a rollout cluster, and an object store (SeaweedFS) of its own; a
 switch in user space is the WAN between them, and gives every node's link a rate, a delay and loss.  The store stands
@@ -32,6 +32,7 @@ from wan_child import import_once  # noqa: E402
 from wan_fleet import Fleet, Refit, Store, Transfer  # noqa: E402
 from wan_model import LAYER_BYTES, write_checkpoint  # noqa: E402
 from wan_network import PREFIX, MissingError, Network, build_switch, check_machine, sweep  # noqa: E402
+from wan_process import OBJECT_BYTES  # noqa: E402
 from wan_timeline import write_picture, write_trace  # noqa: E402
 from workload import cores  # noqa: E402
 
@@ -299,6 +300,11 @@ def run(asked: argparse.Namespace) -> None:
     rows += [Row("delay one way", asked.delay_ms, "ms"), Row("loss of frames on a link", asked.loss, "%")]
     not_measured = list(NOT_MEASURED)
     points = FULL if asked.full else QUICK
+    if asked.gib or asked.nodes:
+        count = asked.nodes or 2
+        points = (
+            Point(round((asked.gib or 0.25) * GIB / OBJECT_BYTES) * OBJECT_BYTES, count, count, RATES, asked.rounds),
+        )
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     try:
         switch = build_switch(folder)
@@ -321,6 +327,9 @@ def main() -> int:
     """Measure, unless something is missing."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--full", action="store_true", help="all sizes and numbers of nodes, about an hour")
+    arguments.add_argument("--gib", type=float, help="one point alone: the checkpoint's size, GiB")
+    arguments.add_argument("--nodes", type=int, help="one point alone: the nodes of each side")
+    arguments.add_argument("--rounds", type=int, default=3, help="of one point alone (default: 3)")
     arguments.add_argument("--delay-ms", type=float, default=10.0, help="one way between clusters (default: 10)")
     arguments.add_argument("--loss", type=float, default=0.01, help="of frames on a link, percent (default: 0.01)")
     arguments.add_argument(
@@ -331,6 +340,12 @@ def main() -> int:
     )
     arguments.add_argument("--timeline", type=Path, default=ROOT / "run" / "wan", help="folder for timelines")
     asked = arguments.parse_args()
+    if asked.gib is not None and not 0.05 <= asked.gib <= 4:
+        arguments.error(f"--gib {asked.gib:g}: from 0.05 to 4 can be measured on one machine")
+    if asked.nodes is not None and not 1 <= asked.nodes <= 8:
+        arguments.error(f"--nodes {asked.nodes}: from 1 to 8 a side")
+    if asked.rounds < 1:
+        arguments.error(f"--rounds {asked.rounds}: at least one")
     try:
         check_machine()
     except MissingError as e:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class Transfer:
         shares = [[prefix + key for key in share] for share in self._shares]
         requests = [(p, {"do": "upload", "keys": keys}) for p, keys in zip(self._senders, shares, strict=True)]
         uploads = together(requests, _TRANSFER_S)
-        keys = [key for several in zip(*shares, strict=True) for key in several]
+        keys = [key for several in zip_longest(*shares) for key in several if key is not None]  # three share unequally
         downloads = together([(p, {"do": "download", "keys": keys}) for p in self._takers], _TRANSFER_S)
         self._senders[0].ask(_REFIT_S, do="drop", prefix=prefix)
         return _lasted(uploads), _lasted(downloads)
