@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from dcr.control_plane.interface import RECORD_BYTES_MAX
+from dcr.protocol.record import RECORD_BYTES_MAX
 from dcr.runtime.settings import Settings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
