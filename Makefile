@@ -1,8 +1,8 @@
 BIN := .venv/bin
 START := $(shell date +%s)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-# What starts processes and engines of its own wants the machine for itself.
-SLOW := tests/faults tests/integration
+# What starts engines of vLLM and training ranks wants the machine for itself.
+SLOW := tests/integration
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-long traces bench lint clean
