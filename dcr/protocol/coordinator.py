@@ -15,8 +15,12 @@ from dcr.protocol.seats import Seat
 from dcr.protocol.session import Session, why_stopped
 from dcr.protocol.step import Step
 
+_ERRORS_AT_ONCE = 2
+"""The second attempt is made at once: it is of another kind than the first, and may well do."""
 _NOT_TOLD = "an older attempt: the coordinator that stopped it is gone, and with it the reason"
 
+PAUSE_DOUBLINGS_MAX = 3
+"""The longest pause between attempts is ``2 ** PAUSE_DOUBLINGS_MAX`` times the first."""
 MESSAGES_MAX = 64
 """Most failures, and most warnings, that an outcome tells of."""
 
@@ -34,8 +38,10 @@ class Coordinator(Conductor):
         all Folded                                                      -> Outcome to owners
 
     With an asynchronous gate OpenApply waits until all have Staged.  Whatever goes wrong before the commit fails the
-    attempt; the next one is absolute, with whoever is left.  Between transitions engines that hold no version are
-    restored and admitted.  After every report, answer and time-out the actions follow that are due.
+    attempt; the next one is absolute, with whoever is left.  What fails by an error that was reported would mostly
+    fail again at once, so there is a pause before the third such attempt of a push, and longer ones before the next.
+    Between transitions engines that hold no version are restored and admitted.  After every report, answer and
+    time-out the actions follow that are due.
 
     Args:
         record_id: the record to lead.
@@ -84,6 +90,9 @@ class Coordinator(Conductor):
         self._given_back = ""  # why the rollback ends when K says that its transition is abandoned
         self._turned_back: dict[str, tuple[int, int]] | None = None  # who waited when the rollback was ordered, if here
         self._resting = False  # a restore failed a moment ago
+        self._pausing = False  # so did an attempt
+        self._pause_due = False  # before the next attempt
+        self._errors = 0  # attempts of the push in progress that failed by what was reported
         self._dense_only = False
         self._staging = 0  # the epoch whose members were given their time to stage
         self._timer = 0
@@ -160,6 +169,11 @@ class Coordinator(Conductor):
 
     # ------------------------------------------------------------ time
 
+    @property
+    def pausing(self) -> str:
+        """The failure that the next attempt is put off for; empty if it is not."""
+        return self._failures[-1] if self._pausing else ""
+
     def expired(self, number: int) -> list[Effect]:
         """The timer that was started under this number ran out."""
         if number != self._timer or self.phase is Phase.FATAL:
@@ -177,14 +191,14 @@ class Coordinator(Conductor):
             case Phase.IDLE:
                 effects = self._waited()
             case _:
-                self._resting = False
+                self._resting = self._pausing = False
         return effects + self._proceed()
 
     def _waited(self) -> list[Effect]:
         """Whoever was waited for did not come."""
         tr = self._k.open
-        if self._resting:
-            self._resting = False
+        if self._resting or self._pausing:
+            self._resting = self._pausing = False
         elif tr is not None and (self._turning_back or tr.direction is Direction.BACK):
             self._given_back = self._why_waiting()
             self._abandoning = True
@@ -229,10 +243,20 @@ class Coordinator(Conductor):
         self._waiting = (name, self._timer)
         return [Step(self.leader, "Wait", self._epoch, why), *effects] if why else effects
 
-    def _start_timer(self, name: str) -> list[Effect]:
+    def _start_timer(self, name: str, times: int = 1) -> list[Effect]:
         self._timer += 1
         self._resting = self._resting and name == "restore_pause"
-        return [StartTimer(name, self._timer)]
+        self._pausing = name == "attempt_pause"
+        return [StartTimer(name, self._timer, times)]
+
+    def _pause(self) -> list[Effect]:
+        """Wait before the next attempt, each time twice as long; an operator's order does not wait."""
+        if self._pausing:
+            return []
+        self._pause_due = False
+        times = 2 ** min(self._errors - _ERRORS_AT_ONCE, PAUSE_DOUBLINGS_MAX)
+        step = Step(self.leader, "Wait", self._epoch, f"before the next attempt, for {self._failures[-1]}")
+        return [step, *self._start_timer("attempt_pause", times)]
 
     # ------------------------------------------------------------ what to do next
 
@@ -339,6 +363,8 @@ class Coordinator(Conductor):
             self._budget_from = 0
         if counted - self._budget_from >= self.attempts_max:
             return self.stop()
+        if self._pausing or self._pause_due:
+            return self._pause()
         if self.seats.missing:
             return self._wait("owners", self._why_waiting())
         kind = self._choose_kind(counted)
@@ -397,6 +423,8 @@ class Coordinator(Conductor):
             return self._abandon()
         if turning:
             return self._roll_back(self.fleet.at_fault)
+        if self._pausing or self._pause_due:
+            return self._pause()
         return self.open_attempt(Kind.ABSOLUTE, leave_out=self.fleet.at_fault)
 
     def _rolled_back(self, how: str) -> str:
@@ -410,6 +438,8 @@ class Coordinator(Conductor):
         kind = "roll-back" if s.back else s.base.kind.value
         self._failures.append(f"{kind} attempt of epoch {s.epoch}: {s.broken or reason}")
         self._stopping = s.fatal
+        self._errors += s.reported
+        self._pause_due = s.reported and self._errors >= _ERRORS_AT_ONCE
         return self.fail_attempt(reason)
 
     def _end_restore(self, reason: str) -> list[Effect]:
@@ -476,7 +506,8 @@ class Coordinator(Conductor):
                 effects.append(self._tell(name, self._outcome))
         for e in self.fleet.engines.values():
             e.attempt_failures = 0
-        self._resting = False
+        self._resting = self._pausing = self._pause_due = False
+        self._errors = 0
         self._budget_from = None
         self._dense_only = False
         return effects

@@ -94,6 +94,7 @@ class Registrar(Leader):
             case EmitFailed():
                 s = self._session_of(report.epoch)
                 if s is not None and OwnerRef(report.owner, report.incarnation) in s.owners:
+                    s.reported = True
                     s.break_off(report.reason, fatal=report.fatal)
                     if report.given_up:
                         self._withdrawn(seat, report.owner, report.given_up)
@@ -267,6 +268,7 @@ class Registrar(Leader):
             return []
         if not s.restore:
             engine.attempt_failures += 1
+        s.reported = True
         return self._cannot_go_on(engine.member, report.reason)
 
     # ------------------------------------------------------------ the session

@@ -321,7 +321,7 @@ class CoordinatorHost:
                     self._send("owner", effect.owner, encode_message(effect.order))
                 case effects_.StartTimer():
                     seconds = float(getattr(self._settings, f"{effect.name}_timeout_s"))
-                    self._deadline = (time.monotonic() + seconds, effect.number)
+                    self._deadline = (time.monotonic() + effect.times * seconds, effect.number)
                 case effects_.Fatal():
                     self._lead_no_more(effect.reason)
         return more

@@ -89,6 +89,8 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
             return "writes the record"
         case Phase.FOLDING:
             return "owners fold the committed version into their baselines"
+        case Phase.IDLE if role.pausing:
+            return f"a push pauses before its next attempt, for {role.pausing}"
         case Phase.IDLE if role.seats.ready:
             return f"a push waits; engines: {role.fleet.describe()}"
         case Phase.IDLE if role.seats.late:

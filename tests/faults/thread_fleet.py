@@ -23,6 +23,7 @@ from tests.faults.models import Policy, Served, stored_bits
 
 SETTINGS: dict[str, Any] = {
     "bucket_bytes": 700,
+    "attempt_pause_timeout_s": 0.05,
     "prepare_timeout_s": 10.0,
     "ack_timeout_s": 10.0,
     "fold_timeout_s": 10.0,
