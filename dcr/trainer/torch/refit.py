@@ -21,7 +21,7 @@ from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.event_log import event_folder
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
-from dcr.runtime.owner_host import OwnerHost
+from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
 from dcr.runtime.progress_log import ProgressLog, Steps
 from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.registry import RelayDirectory
@@ -154,7 +154,11 @@ class Refit:
         if dense and self._coordinator is not None:
             self._coordinator.dense_next()
         started, before = time.perf_counter(), self._delivery.traffic
-        outcome = self._host.push()
+        try:
+            outcome = self._host.push()
+        except PushTimeoutError as e:
+            fleet = self.status.fleet
+            raise PushTimeoutError(str(e) if fleet is None else f"{e}; the coordinator: {fleet}") from e
         if outcome.error:
             raise PushError(outcome.error)
         return report_of(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
