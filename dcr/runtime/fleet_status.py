@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 
-import msgspec
-
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.leader import Phase
 from dcr.protocol.session import Session
+from dcr.runtime.refit_status import Told
 
 _CHARS_MAX = 400
 """Of the names of whoever is waited for: enough to see who they are."""
 
 
-class FleetStatus(msgspec.Struct, frozen=True):
+class FleetStatus(Told, frozen=True):
     """The fleet as the leader of a record knows it; nothing in it is secret."""
 
     phase: str

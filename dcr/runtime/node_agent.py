@@ -137,6 +137,7 @@ class NodeAgent:
             resolve=lambda: leader_address(control, record_id),
             credentials=credentials,
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
+            on_disconnect=lambda reason: _log.info("engine %s has lost its coordinator: %s", name, reason),
         )
         self._reports = NodeReports(name, self.attached, self._ranks, self._send)
         self._meeting = Meeting(
@@ -283,6 +284,8 @@ class NodeAgent:
                 self._meeting.begin()
             case Looked():
                 self._meeting.found(event.problem)
+                if self._meeting.problem:
+                    self._progress.went_wrong(f"it does not ask to be let in: {self._meeting.problem}")
             case Asked():
                 self._answer(event.answer)
             case Tables():
@@ -488,6 +491,8 @@ class NodeAgent:
     # ------------------------------------------------------------ the leader
 
     def _join(self) -> None:
+        if not self._spoke.connected:
+            return  # the next connection begins with it
         self._progress.joins(self._ranks.state)
         self._reports.join()
 

@@ -69,6 +69,7 @@ class Spoke:
         self._closed = False
         self._stage = "starting"
         self._trouble = "nothing went wrong yet"
+        self._refused: tuple[float, str] | None = None
         self._sock: socket.socket | None = None
         self._address = ""
         self._link: Link | None = None
@@ -85,6 +86,14 @@ class Spoke:
     def trouble(self) -> str:
         """What last stood in the way of a connection."""
         return self._trouble
+
+    @property
+    def refused(self) -> tuple[float, str] | None:
+        """When (wall clock, seconds) and why one end last refused the other; None if that never happened.
+
+        It stays when the hub is gone, and with it stands in the way only that nobody listens.
+        """
+        return self._refused
 
     def send(self, message: bytes) -> bool:
         """Queue a message to the hub without waiting; False if not connected, which a full queue leads to.
@@ -155,8 +164,11 @@ class Spoke:
 
     def _tell(self, trouble: str) -> None:
         """Log what stands in the way, once: the hub would be asked again and again for the same answer."""
+        refused = self._stage.startswith(_AUTHENTICATING)
+        if refused:
+            self._refused = time.time(), trouble
         if trouble != self._trouble:
-            level = logging.WARNING if self._stage.startswith(_AUTHENTICATING) else logging.INFO
+            level = logging.WARNING if refused else logging.INFO
             _logger.log(level, "%s: %s; it tries again", self._peer, trouble)
         self._trouble = trouble
 

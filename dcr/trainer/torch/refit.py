@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -23,7 +22,7 @@ from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
 from dcr.runtime.progress_log import ProgressLog, Steps
-from dcr.runtime.refit_status import RefitStatus
+from dcr.runtime.refit_status import RefitStatus, Told
 from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import record_secret
 from dcr.runtime.secret_path import run_secret
@@ -40,7 +39,7 @@ class PushError(DcrError):
     """A push did not end in a commit; the message says what stopped it, and what can be done."""
 
 
-class TrainerStatus(msgspec.Struct, frozen=True):
+class TrainerStatus(Told, frozen=True):
     """What a push is at, as one rank knows it, as of now."""
 
     emission: RefitStatus | None
