@@ -17,6 +17,8 @@ from dcr.protocol.step import Step
 
 _ERRORS_AT_ONCE = 2
 """The second attempt is made at once: it is of another kind than the first, and may well do."""
+_TORN = "too few engines hold what changed elements alone would repair"
+_DIGITS = 8
 _NOT_TOLD = "an older attempt: the coordinator that stopped it is gone, and with it the reason"
 
 PAUSE_DOUBLINGS_MAX = 3
@@ -94,6 +96,7 @@ class Coordinator(Conductor):
         self._pause_due = False  # before the next attempt
         self._errors = 0  # attempts of the push in progress that failed by what was reported
         self._dense_only = False
+        self._sent_dense = ""  # why the last attempt is dense
         self._staging = 0  # the epoch whose members were given their time to stage
         self._timer = 0
         self._waiting = ("", 0)
@@ -373,6 +376,7 @@ class Coordinator(Conductor):
         if kind is None:
             # Too few engines: restore some first, if there are any to restore, or wait for one to come.
             return (self._take_in() if tr is None else []) or self._wait("members", self._why_waiting())
+        self._sent_dense = (self._why_dense or _TORN) if kind is Kind.DENSE else ""
         return self.open_attempt(kind, leave_out=self.fleet.at_fault)
 
     def _goes_on(self, tr: OpenTransition) -> bool:
@@ -384,10 +388,32 @@ class Coordinator(Conductor):
         same = self.seats.waiting(tr.owners, tr.pushes) == self.seats.names
         return same or (tr.stopped and tr.content_digest != "")
 
+    @property
+    def next_dense(self) -> str:
+        """Why the next push sends every element; empty if it does not, or as long as that is not known."""
+        known = self.phase is Phase.IDLE and not self.seats.missing
+        return self._why_dense if known else ""
+
+    @property
+    def _why_dense(self) -> str:
+        """Why attempts have to be dense, whatever engines hold; empty if they have not (DESIGN D4)."""
+        if self._baseline_held:
+            return "the operator ordered it" if self._dense_only else ""
+        lost = [name for name, seat in self.seats if not seat.baseline_digest]
+        if lost:
+            return f"{', '.join(lost)} has lost its baseline"
+        total = self.seats.baseline_total
+        if total != self._k.baseline_id:
+            return (
+                f"the weights that the trainer started with are not those of the committed version {self._k.version}: "
+                f"their content digest is {total[:_DIGITS]}..., the record's is {self._k.baseline_id[:_DIGITS]}..."
+            )
+        return "an owner did not say in time that it folded the committed version"
+
     def _choose_kind(self, attempts: int) -> Kind | None:
         """The cheapest kind that enough engines admit (DESIGN D4); None if there are not enough engines."""
         kinds = [Kind.RELATIVE] if attempts == 0 else [Kind.ABSOLUTE, Kind.DENSE]
-        if not self._baseline_held or self._dense_only:
+        if self._why_dense:
             kinds = [Kind.DENSE]
         for kind in kinds:
             if self._enough(kind):
@@ -462,7 +488,8 @@ class Coordinator(Conductor):
                 self._warnings.append(f"{o.owner} lost its baseline, so the next push sends every element: {reason}")
         # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
         took_part = {o.owner: (o.incarnation, push) for o, push in zip(c.owners, c.pushes, strict=True)}
-        return effects + self._push_over("", took_part, s.summary(self._budget_from or 0), s.layers)
+        summary = s.summary(self._budget_from or 0) | {"why_dense": self._sent_dense}
+        return effects + self._push_over("", took_part, summary, s.layers)
 
     def _tell_late(self) -> list[Effect]:
         """Whoever waits hears how its push ended, from another leader than the one that ended it (DESIGN D16)."""

@@ -277,9 +277,12 @@ class CoordinatorHost:
                 continue
 
     def _take_stock(self) -> None:
-        """Bring the status up to date, and tell once of a node that is connected and asks for nothing."""
+        """Bring the status up to date, and tell once of what nobody would look for there."""
+        next_dense = self._status.next_dense
         nodes = {peer for (role, _), peer in self._peers.items() if role == "node"}
         self._status = fleet_status(self._role, [(p.name, p.incarnation) for p in nodes], self._hub.refused)
+        if self._status.next_dense not in ("", next_dense):
+            _log.warning("%s: the next push sends every element: %s", self._record_id, self._status.next_dense)
         now = time.monotonic()
         silent = {peer for peer in nodes if peer.name in self._status.not_joined}
         self._silent = {peer: self._silent.get(peer, now + _SILENT_S) for peer in silent}

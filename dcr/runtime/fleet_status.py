@@ -30,12 +30,15 @@ class FleetStatus(Told, frozen=True):
     """Engines whose node is connected and has not asked to let them in; its own log says why."""
     refused: tuple[str, ...] = ()
     """Connections that the coordinator refused lately, from where and why: certificate, secret, incarnation."""
+    next_dense: str = ""
+    """Why the next push sends every element instead of what changed; empty if it does not."""
 
     def __str__(self) -> str:
         what = self.what or f"record at version {self.version}, {self.phase}"
         done = "".join(f", {n} of {of} {stage}" for stage, (n, of) in self.done.items())
         waits = f"; {self.waits_for}" if self.waits_for else ""
-        return f"{what}{done}{waits}" + (f"; {self.strangers}" if self.strangers else "")
+        dense = f"; the next push sends every element: {self.next_dense}" if self.next_dense else ""
+        return f"{what}{done}{waits}{dense}" + (f"; {self.strangers}" if self.strangers else "")
 
     @property
     def strangers(self) -> str:
@@ -67,6 +70,7 @@ def fleet_status(
         _short(_waits_for(role, s)),
         tuple(sorted(name for name, incarnation in connected if (name, incarnation) not in joined)),
         refused,
+        role.next_dense,
     )
 
 
