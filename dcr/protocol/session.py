@@ -160,3 +160,11 @@ def why_stopped(failures: list[str]) -> str:
         "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
         f"What happened: {what}"
     )
+
+
+def why_rolled_back(version: int, how: str) -> str:
+    """What a push whose transition was turned back to this version tells its caller."""
+    return (
+        f"the transition to version {version + 1} was rolled back to version {version} on the operator's order: {how}. "
+        "The weights that were pushed are not committed"
+    )

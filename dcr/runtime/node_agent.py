@@ -137,7 +137,6 @@ class NodeAgent:
             resolve=lambda: leader_address(control, record_id),
             credentials=credentials,
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
-            on_disconnect=lambda reason: _log.info("engine %s has lost its coordinator: %s", name, reason),
         )
         self._reports = NodeReports(name, self.attached, self._ranks, self._send)
         self._meeting = Meeting(
@@ -194,8 +193,7 @@ class NodeAgent:
                     f"engine {self._name}: version {version} is not served after {timeout_s:.3g} s: "
                     f"{self._progress.why()}"
                 )
-            serving = self.serving
-            return version if serving is None else serving  # it may have closed since
+            return version if (serving := self.serving) is None else serving  # it may have closed since
 
     def readback(self, timeout_s: float) -> ReadbackReport:
         """Read storage back now, and compare it with the version that it is taken to hold; requests run meanwhile.
@@ -284,8 +282,6 @@ class NodeAgent:
                 self._meeting.begin()
             case Looked():
                 self._meeting.found(event.problem)
-                if self._meeting.problem:
-                    self._progress.went_wrong(f"it does not ask to be let in: {self._meeting.problem}")
             case Asked():
                 self._answer(event.answer)
             case Tables():
@@ -491,10 +487,9 @@ class NodeAgent:
     # ------------------------------------------------------------ the leader
 
     def _join(self) -> None:
-        if not self._spoke.connected:
-            return  # the next connection begins with it
-        self._progress.joins(self._ranks.state)
-        self._reports.join()
+        if self._spoke.connected:  # else the next connection begins with it
+            self._progress.joins(self._ranks.state)
+            self._reports.join()
 
     def _send(self, report: Report) -> None:
         self._spoke.send(encode_message(report))

@@ -165,7 +165,8 @@ class Progress:
 
         It stays when the leader is gone: that nobody leads is no error of this engine.
         """
-        at, text = max(self._last_error, self._spoke.refused or self._last_error)
+        elsewhere = (self._spoke.refused, self._meeting.last_problem)
+        at, text = max([self._last_error, *(found for found in elsewhere if found is not None)])
         return f"{utc(at)} {text}" if text else ""
 
     @property

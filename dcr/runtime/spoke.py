@@ -231,6 +231,8 @@ class Spoke:
         with self._changed:
             self._link = None
             self._trouble = f"connection lost: {reason}"
+        if not self._closed:
+            _logger.info("%s: connection to the hub at %s lost: %s", self._peer, self._address, reason)
         with self._dropping(link):
             if self._on_disconnect is not None:
                 self._on_disconnect(reason)

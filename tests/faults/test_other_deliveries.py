@@ -55,6 +55,10 @@ def test_an_engine_with_another_address_holds_nobody_up_and_joins_once_both_agre
             assert fleet.push().members == ("right",)
             assert time.monotonic() - began < 15
             fleet.check(right)
+        fleet.refit.close()
+        fleet.wait(lambda: not wrong.node._agents["wrong"]._spoke.connected)
+        last = wrong.node.statuses["wrong"].last_error
+        assert f"it does not ask to be let in: the trainer delivers to file://{tmp_path}/payloads" in last
         # The trainer moves to where the other one looks: now that one joins, and the first does not.
         fleet.addresses = {**fleet.addresses, "delivery": f"file://{tmp_path}/elsewhere"}
         fleet.restart_trainer()
