@@ -192,7 +192,8 @@ class Progress:
             return None
         taken, total, size = (0, None, 0) if fetch is None else (fetch.payloads, fetch.total, fetch.bytes)
         seconds = self._ranks.seconds if taken else {}  # else they may be those of an older epoch
-        written = 0 if order.stage and self._ended != _COMMIT else taken
+        writes = self._node.applying == order.epoch
+        written = taken if not order.stage or self._ended == _COMMIT else taken - self._ranks.held if writes else 0
         received = StageStatus("receive", taken, "payloads", total, 0 if fetch is None else fetch.traffic.bytes_down)
         decoded = StageStatus("decode", taken, "payloads", total, seconds=seconds.get("decode", 0.0))
         applied = StageStatus("apply", written, "payloads", total, seconds=seconds.get("apply", 0.0))

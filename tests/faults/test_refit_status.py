@@ -1,5 +1,6 @@
 """What both sides say of a refit that takes long: how far each stage is, what holds it up, since when nothing moved."""
 
+import itertools
 import logging
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 
 from dcr.delivery.sealed import SEAL_BYTES, SealedDelivery
 from dcr.runtime.progress_log import ProgressLog
+from dcr.runtime.rank_host import RankHost
 from tests.faults.models import Policy
 from tests.faults.thread_fleet import Fleet
 
@@ -115,4 +117,40 @@ def test_a_push_that_waits_for_engines_or_ranks_says_so(tmp_path):
         fleet.wait(lambda: fleet.refit.status.fleet.waits_for == "")
         assert str(fleet.refit.status).endswith("record at version 1, idle")
     finally:
+        fleet.close()
+
+
+def test_an_asynchronous_apply_shows_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("dcr.runtime.rank_host.ANSWER_S", 0.0)  # after each payload
+    go, write, written = threading.Event(), RankHost._write, itertools.count()
+
+    def slow_write(host, *arguments):
+        if next(written) == 3:
+            assert go.wait(60)
+        return write(host, *arguments)
+
+    monkeypatch.setattr(RankHost, "_write", slow_write)
+    fleet = Fleet(tmp_path, {"ack_timeout_s": 60.0, "gate_mode": "async"})
+    pushing = threading.Thread(target=fleet.push)
+    try:
+        engine = fleet.engine("a")
+        fleet.check(engine)
+        fleet.step()
+        pushing.start()
+
+        def stages():
+            refit = engine.node.statuses["a"].refit
+            return {} if refit is None else {s.stage: s for s in refit.stages}
+
+        fleet.wait(lambda: stages() and stages()["apply"].done == 3)
+        seen = stages()
+        assert seen["apply"].total == seen["stage"].done == seen["receive"].done > 4
+        assert engine.node.statuses["a"].refit.held_up_by == "apply"
+        go.set()
+        pushing.join(60)
+        fleet.check(engine)
+    finally:
+        go.set()
+        if pushing.ident is not None:
+            pushing.join(60)
         fleet.close()
