@@ -224,6 +224,8 @@ class Hub:
     def _secured(self, sock: socket.socket, deadline: float) -> tuple[Stream, bytes]:
         if self._credentials is None:
             return sock, b""
+        # Else a small record waits for the acknowledgement of the one before it, which comes 40 ms later.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream = TlsStream(sock, self._credentials.server, None)
         return stream, stream.handshake(deadline)
 
