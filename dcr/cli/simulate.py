@@ -120,15 +120,18 @@ def _seeds(options: argparse.Namespace) -> dict[str, Any]:
 
     done = run_seeds(wanted, options.steps, shrink_s=_SHRINK_S, tell=progress)
     found = [_failed(options, seed, failure) for seed, failure in done.failures.values()]
-    say(f"{'action':44} seeds")
-    for action, seeds in done.coverage.table():
-        say(f"{action:44} {seeds:7,}")
-    never = done.coverage.never
-    if never:
-        say(f"never taken: {', '.join(never)}")
-    ran = done.coverage.seeds
+    never, ran = done.coverage.never, done.coverage.seeds
+    if count == 1:
+        say(f"taken: {', '.join(action for action, by in done.coverage.table() if by)}")
+    else:
+        say(f"{'action':44} seeds")
+        for action, by in done.coverage.table():
+            say(f"{action:44} {by:7,}")
+        if never:
+            say(f"never taken: {', '.join(never)}")
     rate = f"{1000 * done.seconds / ran:.1f} ms a seed"
-    say(f"{ran:,} seeds from {first}, {done.steps:,} steps, {rate}; {len(done.failed)} failed")
+    seeds = "1 seed" if ran == 1 else f"{ran:,} seeds"
+    say(f"{seeds} from {first}, {done.steps:,} steps, {rate}; {len(done.failed)} failed")
     return {
         "ok": not done.failed,
         "first": first,

@@ -37,7 +37,7 @@ class LeaseHeldError(DcrError):
         current: the lease that stands in the way; None if it ended meanwhile.
     """
 
-    def __init__(self, message: str, current: Lease | None) -> None:
+    def __init__(self, message: str, current: Lease | None = None) -> None:
         super().__init__(message)
         self.current = current
 
@@ -49,7 +49,7 @@ class LeadershipLostError(DcrError):
         current: the lease that is the record's now; None if it just ended.
     """
 
-    def __init__(self, message: str, current: Lease | None) -> None:
+    def __init__(self, message: str, current: Lease | None = None) -> None:
         super().__init__(message)
         self.current = current
 

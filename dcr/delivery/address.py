@@ -53,10 +53,17 @@ def open_delivery(address: str, directory: "Directory | None" = None, *, receive
         or not path.name
         or not path.is_absolute()
     ):
-        # Of another scheme it may hold a password, which no log should show.
-        shown = f" {address!r}" if parts.scheme in {"", "file"} and "@" not in address else ""
-        raise RefusedError(f"delivery address{shown}: must be of the form {_FORMS}")
+        unknown = "" if parts.scheme in {"", "file"} else f"there is no delivery of scheme {parts.scheme!r}; it "
+        raise RefusedError(f"delivery address {_shown(address)}: {unknown}must be of the form {_FORMS}")
     return FolderDelivery(path)
+
+
+def _shown(address: str) -> str:
+    """An address of unknown form without what may be a password: no log should show one."""
+    bare, query, _ = address.partition("?")
+    scheme, slashes, rest = bare.partition("://") if "://" in bare else ("", "", bare)
+    user, at, place = rest.rpartition("@")
+    return repr(f"{scheme}{slashes}{'...' if user else ''}{at}{place}{'?...' if query else ''}")
 
 
 def _open_s3(address: str) -> Delivery:

@@ -4,6 +4,7 @@ boto3's own retries are off: they would report a conditional put whose answer wa
 effect, count nothing, and know no bound for the whole.
 """
 
+import logging
 import random
 import threading
 import time
@@ -174,6 +175,9 @@ class S3Requests:
 
 def _client(place: S3Address) -> Any:
     """A client of boto3 that tries once, and leaves checksums to its caller."""
+    logger = logging.getLogger("botocore")
+    if logger.level == logging.NOTSET:  # else somebody wants to hear of it, or not
+        logger.setLevel(logging.WARNING)  # for every client of ours it would say at INFO where credentials were found
     inner = botocore.session.get_session()
     inner.register_component("data_loader", _LOADER)
     session = boto3.Session(botocore_session=inner)

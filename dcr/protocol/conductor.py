@@ -349,6 +349,13 @@ class Conductor(Registrar):
         s = self.session
         return "" if s is None or s.restore or s.back or s.base.candidate != self.candidate else s.content_digest
 
+    def _why_waiting(self) -> str:
+        """Who is missing for an attempt, for people."""
+        if self.seats.missing:
+            return f"no connection to {', '.join(self.seats.missing)}"
+        few = f"too few engines can take part in record {self.record_id!r} (members_min is {self.members_min})"
+        return f"{few}; engines: {self.fleet.describe()}"
+
     def _base(self, kind: Kind, candidate: str) -> Base:
         held = "" if kind is Kind.DENSE else self._k.baseline_id
         return Base(kind, self._k.version, held, candidate)

@@ -4,19 +4,22 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from dcr.protocol.backoff import Backoff
 from dcr.protocol.conductor import Conductor
-from dcr.protocol.coordinator_effects import Effect, SendOwner, StartTimer
+from dcr.protocol.coordinator_effects import Effect, SendOwner
 from dcr.protocol.identity import Kind
 from dcr.protocol.layer_changes import LayerChanges
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import CandidateReady, MemberReport, Outcome, OwnerReport, cut
 from dcr.protocol.record import Direction, OpenTransition, OwnerRef
 from dcr.protocol.seats import Seat
-from dcr.protocol.session import Session, why_stopped
+from dcr.protocol.session import Session, why_rolled_back, why_stopped
 from dcr.protocol.step import Step
+from dcr.protocol.timer import Timer
 
+_TORN = "too few engines hold what changed elements alone would repair"
 _NOT_TOLD = "an older attempt: the coordinator that stopped it is gone, and with it the reason"
-
+_RESTORE_PAUSE, _ATTEMPT_PAUSE = _PAUSES = "restore_pause", "attempt_pause"
 MESSAGES_MAX = 64
 """Most failures, and most warnings, that an outcome tells of."""
 
@@ -34,8 +37,9 @@ class Coordinator(Conductor):
         all Folded                                                      -> Outcome to owners
 
     With an asynchronous gate OpenApply waits until all have Staged.  Whatever goes wrong before the commit fails the
-    attempt; the next one is absolute, with whoever is left.  Between transitions engines that hold no version are
-    restored and admitted.  After every report, answer and time-out the actions follow that are due.
+    attempt; the next one is absolute, with whoever is left, after errors not at once (``Backoff``).  Between
+    transitions engines that hold no version are restored and admitted.  After every report, answer and time-out the
+    actions follow that are due.
 
     Args:
         record_id: the record to lead.
@@ -83,11 +87,11 @@ class Coordinator(Conductor):
         self._stopping = False  # an attempt failed for good
         self._given_back = ""  # why the rollback ends when K says that its transition is abandoned
         self._turned_back: dict[str, tuple[int, int]] | None = None  # who waited when the rollback was ordered, if here
-        self._resting = False  # a restore failed a moment ago
+        self._backoff = Backoff()
         self._dense_only = False
+        self._sent_dense = ""  # why the last attempt is dense
         self._staging = 0  # the epoch whose members were given their time to stage
-        self._timer = 0
-        self._waiting = ("", 0)
+        self._timer = Timer()
 
     # ------------------------------------------------------------ reports
 
@@ -143,28 +147,32 @@ class Coordinator(Conductor):
         if reason == "Stop":
             effects += self._push_over(why_stopped(self._failures))
         elif reason == "Commit" and self._s.back:
-            effects += self._push_over(self._rolled_back("every member serves that version again"), self._turned_back)
+            how = "every member serves that version again"
+            effects += self._push_over(why_rolled_back(self._k.version, how), self._turned_back)
         elif reason == "Abandon" and self._given_back:
             why, self._given_back = self._given_back, ""
-            effects += self._push_over(
-                self._rolled_back(f"abandoned, because {why}; engines that it tore are restored"),
-                self._turned_back,
-            )
+            how = f"abandoned, because {why}; engines that it tore are restored"
+            effects += self._push_over(why_rolled_back(self._k.version, how), self._turned_back)
         return effects + self._proceed()
 
     def _orders(self) -> list[Effect]:
         s = self._s
         if s.hopeless or not s.members:
             return []  # somebody went while K was being written: it fails before anything is sent
-        return [*self._start_timer("restore" if s.restore else "prepare"), *super()._orders()]
+        return [self._timer.start("restore" if s.restore else "prepare"), *super()._orders()]
 
     # ------------------------------------------------------------ time
 
+    @property
+    def pausing(self) -> str:
+        """The failure that the next attempt is put off for; empty if it is not."""
+        return self._failures[-1] if self._timer.runs(_ATTEMPT_PAUSE) else ""
+
     def expired(self, number: int) -> list[Effect]:
         """The timer that was started under this number ran out."""
-        if number != self._timer or self.phase is Phase.FATAL:
+        paused = self._timer.runs(*_PAUSES)
+        if not self._timer.ended(number) or self.phase is Phase.FATAL:
             return []
-        self._timer += 1  # spent: whoever waits again starts another
         effects: list[Effect] = []
         match self.phase:
             case Phase.ATTEMPT:
@@ -174,18 +182,14 @@ class Coordinator(Conductor):
             case Phase.FOLDING:
                 self._overdue = {OwnerRef(o, self.seats[o].incarnation) for o in self._owing}
                 self._folds |= dict.fromkeys(self._overdue, "time-out: no answer to the order to fold")
-            case Phase.IDLE:
+            case Phase.IDLE if not paused:
                 effects = self._waited()
-            case _:
-                self._resting = False
         return effects + self._proceed()
 
     def _waited(self) -> list[Effect]:
         """Whoever was waited for did not come."""
         tr = self._k.open
-        if self._resting:
-            self._resting = False
-        elif tr is not None and (self._turning_back or tr.direction is Direction.BACK):
+        if tr is not None and (self._turning_back or tr.direction is Direction.BACK):
             self._given_back = self._why_waiting()
             self._abandoning = True
         elif self.seats.ready:
@@ -198,12 +202,6 @@ class Coordinator(Conductor):
         elif self.seats.late:
             return self._push_over(f"time-out: {', '.join(self.seats.late)} did not call push(); every rank has to")
         return []
-
-    def _why_waiting(self) -> str:
-        if self.seats.missing:
-            return f"no connection to {', '.join(self.seats.missing)}"
-        few = f"too few engines can take part in record {self.record_id!r} (members_min is {self.members_min})"
-        return f"{few}; engines: {self.fleet.describe()}"
 
     def _why_late(self, s: Session) -> str:
         """Why a time-out ran out; members that let it pass, with nobody else to blame, count as silent."""
@@ -223,16 +221,19 @@ class Coordinator(Conductor):
             name: of the time-out.
             why: what is waited for; empty for a wait so common that nobody wants to hear of it.
         """
-        if self._resting or self._waiting == (name, self._timer):
+        if self._timer.runs(name, _RESTORE_PAUSE):
             return []
-        effects = self._start_timer(name)
-        self._waiting = (name, self._timer)
-        return [Step(self.leader, "Wait", self._epoch, why), *effects] if why else effects
+        step = Step(self.leader, "Wait", self._epoch, why)
+        return [*([step] if why else []), self._timer.start(name)]
 
-    def _start_timer(self, name: str) -> list[Effect]:
-        self._timer += 1
-        self._resting = self._resting and name == "restore_pause"
-        return [StartTimer(name, self._timer)]
+    def _pause(self) -> list[Effect] | None:
+        """Wait before the next attempt, each time longer; None if it is due."""
+        if self.pausing:
+            return []
+        if not (times := self._backoff.take()):
+            return None
+        step = Step(self.leader, "Wait", self._epoch, f"before the next attempt, for {self._failures[-1]}")
+        return [step, self._timer.start(_ATTEMPT_PAUSE, times)]
 
     # ------------------------------------------------------------ what to do next
 
@@ -252,7 +253,7 @@ class Coordinator(Conductor):
                 return self._next_of_restore(self._s)
             case Phase.FOLDING:
                 if not self._published:
-                    return [*self.publish(), *(self._start_timer("fold") if self._owing else [])]
+                    return [*self.publish(), *([self._timer.start("fold")] if self._owing else [])]
                 return [] if self._owing else self._finish()
             case Phase.IDLE:
                 return self._next_of_idle()
@@ -268,9 +269,9 @@ class Coordinator(Conductor):
             return self.commit()
         if s.stage and self._staging != s.epoch and s.prepared >= s.members:
             self._staging = s.epoch
-            return self._start_timer("ack")
+            return [self._timer.start("ack")]
         if s.ready and not s.applying:
-            return [*self.order_open_apply(), *self._start_timer("ack")]
+            return [*self.order_open_apply(), self._timer.start("ack")]
         return []
 
     def _next_of_restore(self, s: Session) -> list[Effect]:
@@ -322,7 +323,7 @@ class Coordinator(Conductor):
         if any(e.holds_committed(self._k) and e.member not in self._k.members for e in there):
             return self.admit(leave_out=leave_out)
         joining = not all(e.holds_committed(self._k) for e in there)
-        if joining and self._baseline_held and not self.seats.missing and not self._resting:
+        if joining and self._baseline_held and not self.seats.missing and not self._timer.runs(_RESTORE_PAUSE):
             return self.open_restore(leave_out=leave_out)
         return []
 
@@ -339,6 +340,8 @@ class Coordinator(Conductor):
             self._budget_from = 0
         if counted - self._budget_from >= self.attempts_max:
             return self.stop()
+        if (pause := self._pause()) is not None:
+            return pause
         if self.seats.missing:
             return self._wait("owners", self._why_waiting())
         kind = self._choose_kind(counted)
@@ -347,6 +350,7 @@ class Coordinator(Conductor):
         if kind is None:
             # Too few engines: restore some first, if there are any to restore, or wait for one to come.
             return (self._take_in() if tr is None else []) or self._wait("members", self._why_waiting())
+        self._sent_dense = (self._why_dense or _TORN) if kind is Kind.DENSE else ""
         return self.open_attempt(kind, leave_out=self.fleet.at_fault)
 
     def _goes_on(self, tr: OpenTransition) -> bool:
@@ -358,10 +362,21 @@ class Coordinator(Conductor):
         same = self.seats.waiting(tr.owners, tr.pushes) == self.seats.names
         return same or (tr.stopped and tr.content_digest != "")
 
+    @property
+    def next_dense(self) -> str:
+        """Why the next push sends every element; empty if it does not, or as long as that is not known."""
+        known = self.phase is Phase.IDLE and not self.seats.missing
+        return self._why_dense if known else ""
+
+    @property
+    def _why_dense(self) -> str:
+        """Why attempts have to be dense, whatever engines hold; empty if they have not (DESIGN D4)."""
+        return self._why_no_baseline or ("the operator ordered it" if self._dense_only else "")
+
     def _choose_kind(self, attempts: int) -> Kind | None:
         """The cheapest kind that enough engines admit (DESIGN D4); None if there are not enough engines."""
         kinds = [Kind.RELATIVE] if attempts == 0 else [Kind.ABSOLUTE, Kind.DENSE]
-        if not self._baseline_held or self._dense_only:
+        if self._why_dense:
             kinds = [Kind.DENSE]
         for kind in kinds:
             if self._enough(kind):
@@ -397,27 +412,23 @@ class Coordinator(Conductor):
             return self._abandon()
         if turning:
             return self._roll_back(self.fleet.at_fault)
+        if (pause := self._pause()) is not None:
+            return pause
         return self.open_attempt(Kind.ABSOLUTE, leave_out=self.fleet.at_fault)
-
-    def _rolled_back(self, how: str) -> str:
-        return (
-            f"the transition to version {self._k.version + 1} was rolled back to version {self._k.version} on the "
-            f"operator's order: {how}. The weights that were pushed are not committed"
-        )
 
     def _fail(self, reason: str) -> list[Effect]:
         s = self._s
         kind = "roll-back" if s.back else s.base.kind.value
         self._failures.append(f"{kind} attempt of epoch {s.epoch}: {s.broken or reason}")
         self._stopping = s.fatal
+        self._backoff.failed(reported=s.reported)
         return self.fail_attempt(reason)
 
     def _end_restore(self, reason: str) -> list[Effect]:
         s = self._s
-        # Owners that could not serve it, or a store that could not hold it, are left alone for a while.
-        self._resting = True
         told = self._tell_refused(filter(None, map(self.fleet.of, sorted(s.members))))
-        return [*self.end_restore(reason), *told, *self._start_timer("restore_pause")]
+        # Owners that could not serve it, or a store that could not hold it, are left alone for a while.
+        return [*self.end_restore(reason), *told, self._timer.start(_RESTORE_PAUSE)]
 
     # ------------------------------------------------------------ the end of a push
 
@@ -432,7 +443,8 @@ class Coordinator(Conductor):
                 self._warnings.append(f"{o.owner} lost its baseline, so the next push sends every element: {reason}")
         # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
         took_part = {o.owner: (o.incarnation, push) for o, push in zip(c.owners, c.pushes, strict=True)}
-        return effects + self._push_over("", took_part, s.summary(self._budget_from or 0), s.layers)
+        summary = s.summary(self._budget_from or 0) | {"why_dense": self._sent_dense}
+        return effects + self._push_over("", took_part, summary, s.layers)
 
     def _tell_late(self) -> list[Effect]:
         """Whoever waits hears how its push ended, from another leader than the one that ended it (DESIGN D16)."""
@@ -442,7 +454,7 @@ class Coordinator(Conductor):
         self._failures, self._warnings = [], []
         self.candidate = c.candidate
         if c.direction is Direction.BACK:
-            return self._push_over(self._rolled_back("by a coordinator that is gone"), took_part)
+            return self._push_over(why_rolled_back(self._k.version, "by a coordinator that is gone"), took_part)
         self._warnings = ["a coordinator that is gone committed it: how many attempts and bytes it took is not known"]
         nothing = dict.fromkeys(("attempts", "changed_entries", "elements", "payloads", "payload_bytes"), 0)
         members = sorted(m.engine for m in c.members)
@@ -476,7 +488,9 @@ class Coordinator(Conductor):
                 effects.append(self._tell(name, self._outcome))
         for e in self.fleet.engines.values():
             e.attempt_failures = 0
-        self._resting = False
+        if self._timer.runs(*_PAUSES):
+            self._timer.stop()
+        self._backoff = Backoff()
         self._budget_from = None
         self._dense_only = False
         return effects

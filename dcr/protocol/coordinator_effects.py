@@ -44,6 +44,8 @@ class StartTimer:
 
     name: str
     number: int
+    times: int = 1
+    """So many times as long."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ from dcr.protocol.seats import Seat, Seats
 from dcr.protocol.session import Session
 from dcr.protocol.step import Step
 
+_DIGITS = 8
+"""Of a content digest, for people."""
+
 
 class Registrar(Leader):
     """Writes down every report.  A report changes what is known and nothing else: it starts no action.
@@ -94,6 +97,7 @@ class Registrar(Leader):
             case EmitFailed():
                 s = self._session_of(report.epoch)
                 if s is not None and OwnerRef(report.owner, report.incarnation) in s.owners:
+                    s.reported = True
                     s.break_off(report.reason, fatal=report.fatal)
                     if report.given_up:
                         self._withdrawn(seat, report.owner, report.given_up)
@@ -267,6 +271,7 @@ class Registrar(Leader):
             return []
         if not s.restore:
             engine.attempt_failures += 1
+        s.reported = True
         return self._cannot_go_on(engine.member, report.reason)
 
     # ------------------------------------------------------------ the session
@@ -328,6 +333,21 @@ class Registrar(Leader):
         Not while an owner has still to fold, even if its share of the two versions is the same.
         """
         return self.seats.baseline_total == self._k.baseline_id and self._overdue.isdisjoint(self.seats.refs)
+
+    @property
+    def _why_no_baseline(self) -> str:
+        """Why the owners' baseline is not the committed version, for people; empty if it is."""
+        if self._baseline_held:
+            return ""
+        total, held = self.seats.baseline_total, self._k.baseline_id
+        if lost := [name for name, seat in self.seats if not seat.baseline_digest]:
+            return f"{', '.join(lost)} has lost its baseline"
+        if total == held:
+            return "an owner did not say in time that it folded the committed version"
+        return (
+            f"the weights that the trainer started with are not those of the committed version {self._k.version}: "
+            f"their content digest is {total[:_DIGITS]}..., the record's is {held[:_DIGITS]}..."
+        )
 
     @property
     def _owing(self) -> list[str]:

@@ -1,11 +1,15 @@
 """One attempt or one restore session, while it is under way."""
 
+import re
 from dataclasses import dataclass, field
 
 from dcr.protocol.identity import Base, Kind, manifest_root
 from dcr.protocol.layer_changes import LayerChanges, add_layers
 from dcr.protocol.messages import Sealed
 from dcr.protocol.record import Member, OwnerRef
+
+_OF_ONE_ATTEMPT = re.compile(r"epoch \d+|\d{9,}|\d+(\.\d+)? s\b")
+"""What differs where the same thing fails again: epochs, also as they stand in keys, incarnations, and seconds."""
 
 
 def digest_sum(shares: list[str]) -> str:
@@ -42,6 +46,8 @@ class Session:
     """It cannot be completed by whoever is left either.  An attempt needs every member, a restore only its owners."""
     fatal: bool = False
     """Another attempt with this candidate cannot succeed either."""
+    reported: bool = False
+    """An owner or engine reported an error, which may well come again at once; nobody was lost or late."""
 
     @property
     def restore(self) -> bool:
@@ -142,12 +148,23 @@ class Session:
 def why_stopped(failures: list[str]) -> str:
     """What a push that stopped tells its caller: what is served now, what can be done, and each reason once."""
     attempts: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
     for failure in failures:
         attempt, _, reason = failure.partition(": ")
-        attempts.setdefault(reason, []).append(attempt)
-    what = "; ".join(f"{', '.join(which)}: {reason}" for reason, which in attempts.items())
+        alike = _OF_ONE_ATTEMPT.sub("", reason)
+        attempts.setdefault(alike, []).append(attempt)
+        reasons[alike] = reason
+    what = "; ".join(f"{', '.join(which)}: {reasons[alike]}" for alike, which in attempts.items())
     return (
         "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
         "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
         f"What happened: {what}"
+    )
+
+
+def why_rolled_back(version: int, how: str) -> str:
+    """What a push whose transition was turned back to this version tells its caller."""
+    return (
+        f"the transition to version {version + 1} was rolled back to version {version} on the operator's order: {how}. "
+        "The weights that were pushed are not committed"
     )

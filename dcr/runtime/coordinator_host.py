@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dcr.control_plane.interface import (
     ConflictError,
     ControlPlane,
@@ -31,11 +33,13 @@ from dcr.protocol.messages import (
     ContentsCompared,
     ContentsShown,
     Join,
+    Order,
     Outcome,
     Prepared,
     Serving,
     Staged,
     Verify,
+    cut,
     decode_report,
     encode_message,
 )
@@ -273,9 +277,12 @@ class CoordinatorHost:
                 continue
 
     def _take_stock(self) -> None:
-        """Bring the status up to date, and tell once of a node that is connected and asks for nothing."""
+        """Bring the status up to date, and tell once of what nobody would look for there."""
+        next_dense = self._status.next_dense
         nodes = {peer for (role, _), peer in self._peers.items() if role == "node"}
-        self._status = fleet_status(self._role, [(peer.name, peer.incarnation) for peer in nodes])
+        self._status = fleet_status(self._role, [(p.name, p.incarnation) for p in nodes], self._hub.refused)
+        if self._status.next_dense not in ("", next_dense):
+            _log.warning("%s: the next push sends every element: %s", self._record_id, self._status.next_dense)
         now = time.monotonic()
         silent = {peer for peer in nodes if peer.name in self._status.not_joined}
         self._silent = {peer: self._silent.get(peer, now + _SILENT_S) for peer in silent}
@@ -318,13 +325,19 @@ class CoordinatorHost:
                 case effects_.SendMember():
                     self._send("node", effect.engine, encode_message(effect.order))
                 case effects_.SendOwner():
-                    self._send("owner", effect.owner, encode_message(effect.order))
+                    self._send("owner", effect.owner, encode_message(self._explained(effect.order)))
                 case effects_.StartTimer():
                     seconds = float(getattr(self._settings, f"{effect.name}_timeout_s"))
-                    self._deadline = (time.monotonic() + seconds, effect.number)
+                    self._deadline = (time.monotonic() + effect.times * seconds, effect.number)
                 case effects_.Fatal():
                     self._lead_no_more(effect.reason)
         return more
+
+    def _explained(self, order: Order) -> Order:
+        """A push that failed is also told of who is there and takes no part: perhaps that is what was missing."""
+        if not isinstance(order, Outcome) or not order.error or not self._status.strangers:
+            return order
+        return msgspec.structs.replace(order, error=cut(f"{order.error}; {self._status.strangers}"))
 
     def _send(self, role: str, name: str, data: bytes) -> bool:
         peer = self._peers.get((role, name))

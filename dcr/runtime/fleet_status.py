@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 
-import msgspec
-
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.leader import Phase
 from dcr.protocol.session import Session
+from dcr.runtime.refit_status import Told
 
 _CHARS_MAX = 400
 """Of the names of whoever is waited for: enough to see who they are."""
 
 
-class FleetStatus(msgspec.Struct, frozen=True):
+class FleetStatus(Told, frozen=True):
     """The fleet as the leader of a record knows it; nothing in it is secret."""
 
     phase: str
@@ -29,21 +28,35 @@ class FleetStatus(msgspec.Struct, frozen=True):
     """Whom it waits for, by name; empty if nothing is to be done."""
     not_joined: tuple[str, ...] = ()
     """Engines whose node is connected and has not asked to let them in; its own log says why."""
+    refused: tuple[str, ...] = ()
+    """Connections that the coordinator refused lately, from where and why: certificate, secret, incarnation."""
+    next_dense: str = ""
+    """Why the next push sends every element instead of what changed; empty if it does not."""
 
     def __str__(self) -> str:
         what = self.what or f"record at version {self.version}, {self.phase}"
         done = "".join(f", {n} of {of} {stage}" for stage, (n, of) in self.done.items())
         waits = f"; {self.waits_for}" if self.waits_for else ""
-        strangers = _short(", ".join(self.not_joined))
-        return f"{what}{done}{waits}" + (f"; connected, and not asking to be let in: {strangers}" if strangers else "")
+        dense = f"; the next push sends every element: {self.next_dense}" if self.next_dense else ""
+        return f"{what}{done}{waits}{dense}" + (f"; {self.strangers}" if self.strangers else "")
+
+    @property
+    def strangers(self) -> str:
+        """Who is there and takes no part, in words; empty if there is nobody."""
+        not_joined, refused = _short(", ".join(self.not_joined)), _short("; ".join(self.refused))
+        told = [f"connected, and not asking to be let in: {not_joined} (its log says why)"] if not_joined else []
+        return "; ".join([*told, f"refused lately: {refused}"] if refused else told)
 
 
-def fleet_status(role: Coordinator, connected: Iterable[tuple[str, int]] = ()) -> FleetStatus:
+def fleet_status(
+    role: Coordinator, connected: Iterable[tuple[str, int]] = (), refused: tuple[str, ...] = ()
+) -> FleetStatus:
     """The status of a coordinator's role; from the thread that the role runs in.
 
     Args:
         role: the role.
         connected: names and incarnations of the engines whose nodes are connected.
+        refused: connections that were refused lately, and why.
     """
     joined = {(e.join.engine, e.join.incarnation) for e in role.fleet.engines.values()}
     s = role.session if role.phase in {Phase.ATTEMPT, Phase.RESTORING} else None
@@ -56,6 +69,8 @@ def fleet_status(role: Coordinator, connected: Iterable[tuple[str, int]] = ()) -
         {} if s is None else _done(s),
         _short(_waits_for(role, s)),
         tuple(sorted(name for name, incarnation in connected if (name, incarnation) not in joined)),
+        refused,
+        role.next_dense,
     )
 
 
@@ -89,6 +104,8 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
             return "writes the record"
         case Phase.FOLDING:
             return "owners fold the committed version into their baselines"
+        case Phase.IDLE if role.pausing:
+            return f"a push pauses before its next attempt, for {role.pausing}"
         case Phase.IDLE if role.seats.ready:
             return f"a push waits; engines: {role.fleet.describe()}"
         case Phase.IDLE if role.seats.late:

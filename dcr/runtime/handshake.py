@@ -112,7 +112,11 @@ def prove_to_spoke(sock: Stream, secret: bytes, deadline: float, binding: bytes 
     _send_handshake(sock, _Challenge(CHANNEL_VERSION, nonce, proof), deadline)
     if hello.version != CHANNEL_VERSION:
         raise ChannelError(f"the spoke speaks version {hello.version}, not {CHANNEL_VERSION}; run one dcr everywhere")
-    answer = _receive_handshake(sock, _Proof, deadline)
+    try:
+        answer = _receive_handshake(sock, _Proof, deadline)
+    except (ChannelError, ConnectionError) as error:
+        said = f"{hello.role} {hello.name}"[:NAME_CHARS_MAX]
+        raise ChannelError(f"{said!r} left at the proof of the secret: has it another one? ({error})") from error
     if not hmac.compare_digest(answer.proof, _prove(secret, b"spoke", hello, nonce, binding)):
         raise ChannelError(f"{hello.role} {hello.name} does not hold the secret of this run")
     try:

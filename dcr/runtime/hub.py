@@ -12,6 +12,7 @@ from dcr.runtime.channel_address import HostPort, HubAddress, check_reachable
 from dcr.runtime.frame import ChannelError, ChannelTimeoutError, Stream, check_loopback, join_threads, shut_down
 from dcr.runtime.handshake import Peer, check_secret, prove_to_spoke, send_verdict
 from dcr.runtime.link import ChannelSettings, Link
+from dcr.runtime.refusals import Refusals
 from dcr.runtime.tls_stream import TlsStream
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ _logger = logging.getLogger(__name__)
 _DEFAULT = ChannelSettings()
 _ANY_PORT = HostPort("127.0.0.1", 0)
 _ACCEPT_PAUSE_S = 0.1
-_TELL_AGAIN_S = 60.0
-_TOLD_MAX = 64
-"""Refusals that are kept apart in the log."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,6 @@ class Disconnected:
 
 
 HubEvent = Connected | Received | Disconnected
-
-
-class _NoSeatError(ChannelError):
-    """A peer of this run, and no place for it."""
 
 
 class Hub:
@@ -103,7 +97,7 @@ class Hub:
         self._closed = False
         self._seats: dict[tuple[str, str], tuple[Peer, Link]] = {}
         self._strangers: set[socket.socket] = set()
-        self._told: dict[str, float] = {}
+        self._refusals = Refusals()
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server((listen.host, listen.port), backlog=settings.handshakes_max)
         self.address = self._address(listen, advertise)
@@ -139,6 +133,11 @@ class Hub:
         with self._changed:
             return [peer for peer, link in self._seats.values() if not link.lost]
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Who was refused lately, and why: its TLS, its secret, its incarnation; the newest first."""
+        return self._refusals.lately
+
     def close(self) -> None:
         """Send what is queued, end every connection, report it, and stop listening; safe to repeat.
 
@@ -168,7 +167,7 @@ class Hub:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                sock, _ = self._listener.accept()
+                sock, (host, _) = self._listener.accept()
             except OSError as error:
                 if not self._closed:  # no file descriptors left, most likely
                     _logger.warning("hub %s: cannot accept connections: %s", self.address, error)
@@ -179,7 +178,7 @@ class Hub:
                 if self._closed or len(self._strangers) >= self._settings.handshakes_max:
                     sock.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(sock,), name="dcr-hub-peer", daemon=True)
+                thread = threading.Thread(target=self._serve, args=(sock, host), name="dcr-hub-peer", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:
@@ -189,15 +188,13 @@ class Hub:
                 self._strangers.add(sock)
                 self._threads.append(thread)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, host: str) -> None:
         """One connection, from its first byte to its last event."""
         with sock:
             try:
                 stream, peer, link = self._admit(sock)
-            except _NoSeatError as error:
-                self._tell_refusal(str(error))
             except (OSError, ChannelError) as error:
-                _logger.warning("hub %s: a connection was refused: %s", self.address, error)
+                self._tell_refusal(f"{host}: {error or repr(error)}")
             else:
                 self._converse(stream, peer, link)
             finally:
@@ -205,17 +202,10 @@ class Hub:
                     self._strangers.discard(sock)
 
     def _tell_refusal(self, problem: str) -> None:
-        """Warn of a proven peer that got no place; of the same again only after a while, for it tries on."""
-        now_s = time.monotonic()
-        with self._changed:
-            told = {text: at_s for text, at_s in self._told.items() if now_s - at_s < _TELL_AGAIN_S}
-            new = problem not in told
-            if new and len(told) < _TOLD_MAX:
-                told[problem] = now_s
-            self._told = told
-        _logger.log(
-            logging.WARNING if new else logging.DEBUG, "hub %s: a connection was refused: %s", self.address, problem
-        )
+        if self._closed:  # it was cut off by us
+            return
+        level = logging.WARNING if self._refusals.add(problem) else logging.DEBUG
+        _logger.log(level, "hub %s: a connection was refused: %s", self.address, problem)
 
     def _admit(self, sock: socket.socket) -> tuple[Stream, Peer, Link]:
         deadline = time.monotonic() + self._settings.handshake_timeout_s
@@ -226,7 +216,7 @@ class Hub:
         refused = self._seat(peer, link)
         if refused:
             send_verdict(stream, refused, self._settings.handshake_timeout_s)
-            raise _NoSeatError(f"{peer}: {refused}")
+            raise ChannelError(f"{peer}: {refused}")
         with self._changed:
             self._strangers.discard(sock)
         return stream, peer, link
@@ -234,6 +224,8 @@ class Hub:
     def _secured(self, sock: socket.socket, deadline: float) -> tuple[Stream, bytes]:
         if self._credentials is None:
             return sock, b""
+        # Else a small record waits for the acknowledgement of the one before it, which comes 40 ms later.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream = TlsStream(sock, self._credentials.server, None)
         return stream, stream.handshake(deadline)
 

@@ -51,6 +51,8 @@ class Meeting:
         self._told = ""
         self.problem = ""
         """Why the engine does not join; empty if that is not the reason."""
+        self.last_problem: tuple[float, str] | None = None
+        """When (wall clock, seconds) and why it last did not; it stays."""
 
     def ask(self) -> None:
         """Ask to be let in, once the leader is met: at once, if it was."""
@@ -93,6 +95,7 @@ class Meeting:
         else:
             self._due = time.monotonic() + _LATER_S
             self.problem = problem
+            self.last_problem = time.time(), f"it does not ask to be let in: {problem}"
             if problem != self._told:
                 self._told = problem
                 _log.warning("engine %s does not ask to be let in: %s", self._engine, problem)

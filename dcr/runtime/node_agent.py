@@ -193,8 +193,7 @@ class NodeAgent:
                     f"engine {self._name}: version {version} is not served after {timeout_s:.3g} s: "
                     f"{self._progress.why()}"
                 )
-            serving = self.serving
-            return version if serving is None else serving  # it may have closed since
+            return version if (serving := self.serving) is None else serving  # it may have closed since
 
     def readback(self, timeout_s: float) -> ReadbackReport:
         """Read storage back now, and compare it with the version that it is taken to hold; requests run meanwhile.
@@ -488,8 +487,9 @@ class NodeAgent:
     # ------------------------------------------------------------ the leader
 
     def _join(self) -> None:
-        self._progress.joins(self._ranks.state)
-        self._reports.join()
+        if self._spoke.connected:  # else the next connection begins with it
+            self._progress.joins(self._ranks.state)
+            self._reports.join()
 
     def _send(self, report: Report) -> None:
         self._spoke.send(encode_message(report))

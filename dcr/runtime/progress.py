@@ -3,8 +3,6 @@
 import logging
 import time
 
-import msgspec
-
 from dcr.protocol import node as role
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import Prepare, StorageState
@@ -14,14 +12,14 @@ from dcr.runtime.fetch import Fetch
 from dcr.runtime.gate_keeper import GateKeeper
 from dcr.runtime.meeting import Meeting
 from dcr.runtime.ranks import Ranks
-from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus, utc
+from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus, Told, utc
 from dcr.runtime.spoke import Spoke
 
 _log = logging.getLogger("dcr.node")
 _COMMIT = "the commit"
 
 
-class EngineStatus(msgspec.Struct, frozen=True):
+class EngineStatus(Told, frozen=True):
     """One engine as of now; nothing in it is secret."""
 
     engine: str
@@ -39,6 +37,14 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """The last thing that went wrong, which may be over; empty if nothing did."""
     refit: RefitStatus | None = None
     """How far the attempt or restore is that is under way here; None if none is."""
+
+    def __str__(self) -> str:
+        serves = f"serves version {self.version}" if self.version is not None else f"gate {self.gate}"
+        failed = ", out of service" if self.failed else ""
+        why = "" if not self.reason else f": {self.reason}"
+        last = "" if not self.last_error or self.last_error in self.reason else f"; last error: {self.last_error}"
+        refit = "" if self.refit is None else f"; {self.refit}"
+        return f"engine {self.engine} {serves} since {self.since}{failed}{why}{last}{refit}"
 
 
 class Progress:
@@ -73,7 +79,7 @@ class Progress:
         """The agent obeys nobody any more, and lets nobody in, whatever the role holds the gate for."""
         self.failure = ""
         """Why the engine cannot go on; empty while it can."""
-        self.last_error = ""
+        self._last_error = (0.0, "")  # when, and what
 
     # ------------------------------------------------------------ what happens
 
@@ -143,7 +149,7 @@ class Progress:
 
     def went_wrong(self, text: str) -> None:
         """Something failed that need not be the end."""
-        self.last_error = f"{utc(time.time())} {text}"
+        self._last_error = time.time(), text
 
     def gives_up(self, reason: str) -> None:
         """The engine is out of service."""
@@ -152,6 +158,16 @@ class Progress:
         _log.error("engine %s is out of service: %s", self._node.engine, reason)
 
     # ------------------------------------------------------------ what is asked
+
+    @property
+    def last_error(self) -> str:
+        """What went wrong last, with its time: UTC, ISO 8601; empty if nothing did.
+
+        It stays when the leader is gone: that nobody leads is no error of this engine.
+        """
+        elsewhere = (self._spoke.refused, self._meeting.last_problem)
+        at, text = max([self._last_error, *(found for found in elsewhere if found is not None)])
+        return f"{utc(at)} {text}" if text else ""
 
     @property
     def serving(self) -> int | None:
@@ -176,7 +192,8 @@ class Progress:
             return None
         taken, total, size = (0, None, 0) if fetch is None else (fetch.payloads, fetch.total, fetch.bytes)
         seconds = self._ranks.seconds if taken else {}  # else they may be those of an older epoch
-        written = 0 if order.stage and self._ended != _COMMIT else taken
+        writes = self._node.applying == order.epoch
+        written = taken if not order.stage or self._ended == _COMMIT else taken - self._ranks.held if writes else 0
         received = StageStatus("receive", taken, "payloads", total, 0 if fetch is None else fetch.traffic.bytes_down)
         decoded = StageStatus("decode", taken, "payloads", total, seconds=seconds.get("decode", 0.0))
         applied = StageStatus("apply", written, "payloads", total, seconds=seconds.get("apply", 0.0))
@@ -206,9 +223,11 @@ class Progress:
             since = time.time() - self._gate.age_s
             return f"lease of the record lost: it was last read at {utc(since)} ({self.last_error or 'no error'})"
         if not self._spoke.connected:
+            trouble, last = self._spoke.trouble, self.last_error
+            before = f"; its last error: {last}" if last and not last.endswith(trouble) else ""
             return (
                 f"no coordinator reached: it has no connection to a trainer that leads record {self._record_id!r}; is "
-                f"one running, with the same control plane? ({self._spoke.trouble})"
+                f"one running, with the same control plane? ({trouble}){before}"
             )
         if self._meeting.problem:
             return f"it does not ask to be let in: {self._meeting.problem}"

@@ -49,6 +49,7 @@ from dcr.runtime.rank_messages import (
     Result,
     SealedManifest,
     Undeliverable,
+    WriteOn,
     decode_request,
     encode,
 )
@@ -60,6 +61,8 @@ StorageFactory = Callable[[Sequence[TensorSpec]], Storage]
 _log = logging.getLogger("dcr.rank")
 _CHANGES = {Kind.RELATIVE, Kind.ABSOLUTE}
 """Kinds whose payloads hold what has changed; the others hold every element, changed or not."""
+ANSWER_S = 1.0
+"""After so long a rank that writes what it holds says how far it is."""
 NOTHING_KNOWN = StorageState(None, "", (UNKNOWN,))
 """What may be said of a rank before a node agent has attached to it."""
 
@@ -124,7 +127,7 @@ class RankHost:
             except RefusedError as e:
                 corrupt = isinstance(e, CorruptPayloadError)
                 return encode(Answer((), self._state, refused=f"{type(e).__name__}: {e}", corrupt=corrupt))
-            return encode(Answer(tuple(results), self._state, seconds=dict(self._seconds)))
+            return encode(Answer(tuple(results), self._state, seconds=dict(self._seconds), held=len(self._held)))
 
     @property
     def _state(self) -> StorageState:
@@ -139,8 +142,8 @@ class RankHost:
         match request:
             case PrepareRank():
                 return self._carry_out(receiver.prepare(request.order, request.record))
-            case OpenApply():
-                return self._carry_out(receiver.open_apply(request.record_id, request.epoch))
+            case OpenApply() | WriteOn():
+                return self._open_apply(receiver, request)
             case Payload():
                 return self._arrived(receiver, request)
             case SealedManifest():
@@ -333,9 +336,21 @@ class RankHost:
         self._held_bytes = held
         return []
 
+    def _open_apply(self, receiver: Receiver, request: OpenApply | WriteOn) -> list[Result]:
+        if isinstance(request, OpenApply):
+            return self._carry_out(receiver.open_apply(request.record_id, request.epoch))
+        if receiver.epoch != request.epoch or receiver.stage not in {"applying", "failed"}:
+            raise RefusedError(f"what is held of epoch {receiver.epoch} may not be written: it is {receiver.stage}")
+        return self._apply_staged(receiver)
+
     def _apply_staged(self, receiver: Receiver) -> list[Result]:
-        """Hand in again what is held, and let go of each payload as it is written; a failure lets go of the rest."""
+        """Hand in again what is held, and let go of each payload as it is written; a failure lets go of the rest.
+
+        For so long as an answer may take: the rest is written on ``WriteOn``, and meanwhile the node can say how far
+        it is.
+        """
         results: list[Result] = []
+        until = time.perf_counter() + ANSWER_S
         while self._held:
             identity = next(iter(self._held))
             data = self._held.pop(identity)
@@ -344,6 +359,8 @@ class RankHost:
                 results += self._payload(receiver, identity, data)
             except RefusedError as e:  # what was intact when it came is not any more: memory that went bad
                 results += self._carry_out(receiver.undeliverable(identity.epoch, str(e)))
+            if time.perf_counter() >= until:
+                break
         return results
 
     def _write(

@@ -80,6 +80,12 @@ class Undeliverable(_Message, frozen=True):
     reason: str
 
 
+class WriteOn(_Message, frozen=True):
+    """The answer to ``OpenApply``, or to this, came before all that is held of this epoch was written: go on."""
+
+    epoch: int
+
+
 class Learn(_Message, frozen=True):
     """K was read."""
 
@@ -96,7 +102,9 @@ class ReadBack(_Message, frozen=True):
     """Read storage back: nothing is written."""
 
 
-Request = Attach | PrepareRank | OpenApply | Payload | SealedManifest | Undeliverable | Learn | Orphans | ReadBack
+Request = (
+    Attach | PrepareRank | OpenApply | WriteOn | Payload | SealedManifest | Undeliverable | Learn | Orphans | ReadBack
+)
 
 
 class HeldBox(msgspec.Struct, frozen=True, array_like=True):
@@ -148,6 +156,8 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The refusal is about the bytes as fetched; fetching them again may help."""
     seconds: dict[str, float] = {}
     """Stage times of the epoch so far, with an acknowledgement."""
+    held: int = 0
+    """Payloads that are held in host memory and not written yet (DESIGN D18)."""
     broken: str = ""
     """The rank failed at something that it did not expect: what it has done is unknown, and the engine is lost (D9)."""
 

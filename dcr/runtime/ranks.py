@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from dcr.protocol.errors import DcrError, RefusedError
-from dcr.protocol.messages import StorageState
+from dcr.protocol.messages import OpenApply, StorageState
 from dcr.protocol.node import engine_state
 from dcr.runtime.rank_messages import (
     Answer,
@@ -14,6 +16,7 @@ from dcr.runtime.rank_messages import (
     Payload,
     Request,
     SealedManifest,
+    WriteOn,
     decode_answer,
     encode,
 )
@@ -88,6 +91,11 @@ class Ranks:
         stages = {stage for a in self._answers.values() for stage in a.seconds}
         return {s: max(a.seconds.get(s, 0.0) for a in self._answers.values()) for s in stages}
 
+    @property
+    def held(self) -> int:
+        """Payloads that are held and not written yet, as of the last answers: of the rank that has most."""
+        return max((a.held for a in self._answers.values()), default=0)
+
     def attach(self, request: Attach) -> Attached:
         """Attach to every rank, and tell them what none of them holds; what the engine is, of what its ranks are.
 
@@ -107,9 +115,18 @@ class Ranks:
     def call(self, request: Request) -> dict[str, Answer]:
         """Hand a request to every rank; the answer of each, by rank.
 
+        An order to write what is held takes several calls if it takes long; ``held`` and ``seconds`` follow it.
+
         Raises:
             RankLostError: a rank did not answer, or not as a rank of this version does.
         """
+        answers = self._call(request)
+        while isinstance(request, OpenApply) and any(a.held for a in answers.values() if not a.refused):
+            more = self._call(WriteOn(request.epoch))
+            answers = {rank: _continued(answer, more[rank]) for rank, answer in answers.items()}
+        return answers
+
+    def _call(self, request: Request) -> dict[str, Answer]:
         try:
             raw = self._engine.call_ranks(encode(request))
             answers = dict(zip(self.names, map(decode_answer, raw), strict=True))
@@ -144,6 +161,13 @@ def _merged(ranks: dict[str, Attached]) -> Attached:
         refused,
         tuple(sorted({name for one in ranks.values() for name in one.tied})),
     )
+
+
+def _continued(first: Answer, then: Answer) -> Answer:
+    """Both answers as one; a rank that refused the order itself is asked again with the others, and refuses again."""
+    if first.refused:
+        return first
+    return msgspec.structs.replace(then, results=(*first.results, *then.results))
 
 
 def _stage(request: Request) -> str:

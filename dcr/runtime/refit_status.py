@@ -8,7 +8,14 @@ from datetime import UTC, datetime
 import msgspec
 
 
-class StageStatus(msgspec.Struct, frozen=True):
+class Told(msgspec.Struct, frozen=True):
+    """A status that shows itself in words also where it is one of several, in a list or at a prompt."""
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+class StageStatus(Told, frozen=True):
     """One stage; nothing that is not known is made up."""
 
     stage: str
@@ -39,7 +46,7 @@ class StageStatus(msgspec.Struct, frozen=True):
         return ", ".join([f"{self.stage} {self.done}{of} {self.unit}{share}", *more])
 
 
-class RefitStatus(msgspec.Struct, frozen=True):
+class RefitStatus(Told, frozen=True):
     """One side of one attempt or restore, as of now; nothing in it is secret."""
 
     epoch: int

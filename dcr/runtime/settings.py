@@ -57,6 +57,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Attempts of one push before the transition stops."""
     restores_max: int = 3
     """Failed restores of one engine's incarnation before it is refused."""
+    attempt_pause_timeout_s: float = 2.0
+    """Pause before the third attempt of a push, if an owner or engine reported an error in each of the first two; the
+    next such pauses are 2, 4 and at most 8 times as long."""
     prepare_timeout_s: float = 120.0
     """From the order to prepare until every member is fenced, drained and gated."""
     ack_timeout_s: float = 600.0

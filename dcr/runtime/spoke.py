@@ -69,6 +69,7 @@ class Spoke:
         self._closed = False
         self._stage = "starting"
         self._trouble = "nothing went wrong yet"
+        self._refused: tuple[float, str] | None = None
         self._sock: socket.socket | None = None
         self._address = ""
         self._link: Link | None = None
@@ -85,6 +86,14 @@ class Spoke:
     def trouble(self) -> str:
         """What last stood in the way of a connection."""
         return self._trouble
+
+    @property
+    def refused(self) -> tuple[float, str] | None:
+        """When (wall clock, seconds) and why one end last refused the other; None if that never happened.
+
+        It stays when the hub is gone, and with it stands in the way only that nobody listens.
+        """
+        return self._refused
 
     def send(self, message: bytes) -> bool:
         """Queue a message to the hub without waiting; False if not connected, which a full queue leads to.
@@ -155,8 +164,11 @@ class Spoke:
 
     def _tell(self, trouble: str) -> None:
         """Log what stands in the way, once: the hub would be asked again and again for the same answer."""
+        refused = self._stage.startswith(_AUTHENTICATING)
+        if refused:
+            self._refused = time.time(), trouble
         if trouble != self._trouble:
-            level = logging.WARNING if self._stage.startswith(_AUTHENTICATING) else logging.INFO
+            level = logging.WARNING if refused else logging.INFO
             _logger.log(level, "%s: %s; it tries again", self._peer, trouble)
         self._trouble = trouble
 
@@ -202,6 +214,8 @@ class Spoke:
     def _secured(self, sock: socket.socket, hub: HubAddress, deadline: float) -> tuple[Stream, bytes]:
         if self._credentials is None:
             return sock, b""
+        # Else a small record waits for the acknowledgement of the one before it, which comes 40 ms later.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream = TlsStream(sock, self._credentials.client, hub.name)
         return stream, stream.handshake(deadline)
 
@@ -219,6 +233,8 @@ class Spoke:
         with self._changed:
             self._link = None
             self._trouble = f"connection lost: {reason}"
+        if not self._closed:
+            _logger.info("%s: connection to the hub at %s lost: %s", self._peer, self._address, reason)
         with self._dropping(link):
             if self._on_disconnect is not None:
                 self._on_disconnect(reason)

@@ -225,10 +225,13 @@ def _torn_both_ways(s: Script) -> None:
 )
 def _payloads_of_the_attempt_before(s: Script) -> None:
     s.do("push", n=1)
-    for _ in range(2):
-        s.until(_writing("e0"))
-        s.do("fail_write", "e0")
-        s.until(_stage("e0", "fenced"))
+    s.until(_writing("e0"))
+    s.do("fail_write", "e0")
+    s.until(_stage("e0", "fenced"))
+    s.until(_writing("e0"))
+    s.do("fail_write", "e0")
+    s.rest()
+    s.do("run_out", "c1")  # the pause before the third
     s.until(_stage("e0", "applying"), without=[("deliver", "e0")])
     for n in range(4, 128, 4):
         s.perhaps("replay", "e0", n)

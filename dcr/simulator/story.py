@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from dcr.simulator.glossary import GLOSSES
 from dcr.simulator.run import Observer, Run, run_schedule
 
 if TYPE_CHECKING:
@@ -10,11 +11,16 @@ if TYPE_CHECKING:
 
 _CALM_STEPS_MAX = 12
 """So many steps of the roles are told after one thing that was done."""
+_LEGEND = """\
+A number is a move of the schedule; below it what was sent, then the steps of the roles: who, which one, epoch, details.
+c1, c2: coordinators, in the order in which they started.  o0.1: owner o0 in trainer 1.  e0: an engine with its node.
+c1:e0: at c1, what e0 sent.  K: the commit record.  docs/protocol.md explains each word; of the steps come here:"""
 
 
 class _Story(Observer):
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.actions: set[str] = set()
         self._number = 0
         self._open: list[str] | None = None
 
@@ -32,6 +38,7 @@ class _Story(Observer):
             return
         self._number += 1
         steps = list(world.trail)
+        self.actions |= {s.action for s in steps}
         told = steps if len(steps) <= _CALM_STEPS_MAX else steps[: _CALM_STEPS_MAX // 2]
         self.lines.append(f"{self._number:3}  {self._open[0]}")
         self.lines += [f"       {note}" for note in world.notes or ()]
@@ -47,8 +54,8 @@ def tell(schedule: "Schedule") -> tuple[Run, str]:
     """Run a schedule again and tell it.
 
     Returns:
-        What came of it, and the story: a line for everything that was done, and below it what was sent or lost and the
-        steps of the roles.
+        What came of it, and the story: how to read it, with every word that it has for a step; then a line for
+        everything that was done, and below it what was sent or lost and the steps of the roles.
     """
     story = _Story()
     s = schedule.setup
@@ -58,4 +65,5 @@ def tell(schedule: "Schedule") -> tuple[Run, str]:
     )
     run = run_schedule(schedule, story)
     end = f"BROKEN {run.failure.invariant}: {run.failure.what}" if run.failure else f"all held: {run.outcome}"
-    return run, "\n".join([head, *story.lines, end])
+    words = [f"  {action:16} {gloss}" for action, gloss in GLOSSES.items() if action in story.actions]
+    return run, "\n".join([head, "", _LEGEND, *words, "", *story.lines, end])

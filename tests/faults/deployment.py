@@ -12,6 +12,7 @@ from tests.faults.models import Policy, dense
 
 SETTINGS = {
     "bucket_bytes": 700,
+    "attempt_pause_timeout_s": 0.1,
     "prepare_timeout_s": 20.0,
     "ack_timeout_s": 20.0,
     "restore_timeout_s": 20.0,

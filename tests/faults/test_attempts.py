@@ -168,17 +168,29 @@ def test_a_trainer_restarted_with_the_committed_weights_goes_on_relatively(fleet
     fleet.check(e)
 
 
-def test_a_trainer_restarted_with_other_weights_pushes_densely_and_exactly(fleet: Fleet) -> None:
+def test_a_trainer_restarted_with_other_weights_says_so_and_pushes_densely_and_exactly(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     e = fleet.engine("a")
     fleet.check(e)
+    assert "sends every element" not in caplog.text + str(fleet.refit.status)
+    held = fleet.record().baseline_id
     fleet.restart_trainer(Policy(seed=7))
     fleet.check(e)  # goes on serving what is committed
+    why = "the weights that the trainer started with are not those of the committed version 0: their content digest is "
+    fleet.wait(lambda: f"; the next push sends every element: {why}" in str(fleet.refit.status))
+    fleet.wait(lambda: f"default: the next push sends every element: {why}" in caplog.text)
     report = fleet.push()
     assert (report.kind, report.changed_entries) == ("dense", report.elements)
+    assert report.why_dense.startswith(why)
+    assert f", the record's is {held[:8]}..." in report.why_dense
     fleet.check(e)
     fleet.step()
-    assert fleet.push().kind == "relative"
+    report = fleet.push()
+    assert (report.kind, report.why_dense) == ("relative", "")
     fleet.check(e)
+    fleet.wait(lambda: str(fleet.refit.status).endswith("record at version 2, idle"))
+    assert caplog.text.count("sends every element") == 1
 
 
 def test_a_trainer_that_restarts_amid_a_torn_transition_restores_its_engines(fleet: Fleet) -> None:

@@ -4,9 +4,13 @@ import time
 
 import pytest
 
-from dcr import RolloutNode
+from dcr import PushError, RolloutNode
+from dcr.protocol.errors import DcrError
 from dcr.rollout.torch.engine import TorchEngine
+from dcr.runtime.channel import Peer, Spoke
 from dcr.runtime.node_agent import NodeError
+from dcr.runtime.owner_host import PushTimeoutError
+from dcr.runtime.registry import leader_address
 from tests.faults.models import Served
 from tests.faults.test_transports import Relayed
 from tests.faults.thread_fleet import Fleet
@@ -51,6 +55,10 @@ def test_an_engine_with_another_address_holds_nobody_up_and_joins_once_both_agre
             assert fleet.push().members == ("right",)
             assert time.monotonic() - began < 15
             fleet.check(right)
+        fleet.refit.close()
+        fleet.wait(lambda: not wrong.node._agents["wrong"]._spoke.connected)
+        last = wrong.node.statuses["wrong"].last_error
+        assert f"it does not ask to be let in: the trainer delivers to file://{tmp_path}/payloads" in last
         # The trainer moves to where the other one looks: now that one joins, and the first does not.
         fleet.addresses = {**fleet.addresses, "delivery": f"file://{tmp_path}/elsewhere"}
         fleet.restart_trainer()
@@ -62,6 +70,35 @@ def test_an_engine_with_another_address_holds_nobody_up_and_joins_once_both_agre
         assert "wrong" in report.members
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [({"members_timeout_s": 1.0}, PushError), ({"push_timeout_s": 1.0}, PushTimeoutError)],
+    ids=["no members", "no outcome"],
+)
+def test_a_push_without_engines_tells_of_those_that_are_there_and_take_no_part(tmp_path, elsewhere, settings, kind):
+    fleet = Fleet(tmp_path, settings)
+    try:
+        wrong = elsewhere(fleet, "wrong", f"file://{tmp_path}/elsewhere")
+        address = leader_address(fleet.refit._control, "default")
+        stranger = Spoke(b"w" * 32, Peer("node", "stranger", 1), lambda _: None, resolve=lambda: address)
+        fleet.wait(lambda: wrong.node.statuses["wrong"].reason.startswith("it does not ask to be let in: "))
+        fleet.wait(lambda: "stranger" in stranger_seen(fleet))
+        with pytest.raises(DcrError) as raised:
+            fleet.refit.push()
+        stranger.close()
+        assert type(raised.value) is kind
+        said = str(raised.value)
+        assert "connected, and not asking to be let in: wrong (its log says why)" in said
+        assert "127.0.0.1: 'node stranger' left at the proof of the secret" in said
+    finally:
+        fleet.close()
+
+
+def stranger_seen(fleet: Fleet) -> str:
+    assert fleet.refit.status.fleet is not None
+    return str(fleet.refit.status.fleet.refused)
 
 
 def test_a_relay_and_a_folder_are_told_apart(tmp_path, elsewhere):

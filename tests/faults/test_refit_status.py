@@ -1,13 +1,14 @@
 """What both sides say of a refit that takes long: how far each stage is, what holds it up, since when nothing moved."""
 
+import itertools
 import logging
 import threading
-import time
 
 import pytest
 
 from dcr.delivery.sealed import SEAL_BYTES, SealedDelivery
 from dcr.runtime.progress_log import ProgressLog
+from dcr.runtime.rank_host import RankHost
 from tests.faults.models import Policy
 from tests.faults.thread_fleet import Fleet
 
@@ -78,9 +79,9 @@ def test_both_sides_tell_how_far_they_are(tmp_path, monkeypatch, caplog, gate_mo
         if gate_mode == "async":
             assert received()["stage"].bytes == sum(sizes)
         fleet.wait(lambda: fleet.refit.status.fleet.waits_for.startswith("rank-0 did not seal epoch 1 yet"))
-        time.sleep(0.5)
-        for status in (fleet.refit.status.emission, engine.node.statuses["a"].refit):
-            assert status.idle_s >= 0.4
+        for ask in (lambda: fleet.refit.status.emission, lambda: engine.node.statuses["a"].refit):
+            fleet.wait(lambda ask=ask: ask().idle_s >= 0.4)  # once the stages before the held one are through
+            status = ask()
             assert f"nothing has moved for {status.idle_s:.0f} s" in str(status) or status.idle_s < 1
         fleet.wait(lambda: sum(line.startswith("rank-0, epoch 1, version 0 -> 1") for line in caplog.messages) >= 2)
         fleet.wait(lambda: any(line.startswith("engine a, epoch 1, ") for line in caplog.messages))
@@ -116,4 +117,40 @@ def test_a_push_that_waits_for_engines_or_ranks_says_so(tmp_path):
         fleet.wait(lambda: fleet.refit.status.fleet.waits_for == "")
         assert str(fleet.refit.status).endswith("record at version 1, idle")
     finally:
+        fleet.close()
+
+
+def test_an_asynchronous_apply_shows_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("dcr.runtime.rank_host.ANSWER_S", 0.0)  # after each payload
+    go, write, written = threading.Event(), RankHost._write, itertools.count()
+
+    def slow_write(host, *arguments):
+        if next(written) == 3:
+            assert go.wait(60)
+        return write(host, *arguments)
+
+    monkeypatch.setattr(RankHost, "_write", slow_write)
+    fleet = Fleet(tmp_path, {"ack_timeout_s": 60.0, "gate_mode": "async"})
+    pushing = threading.Thread(target=fleet.push)
+    try:
+        engine = fleet.engine("a")
+        fleet.check(engine)
+        fleet.step()
+        pushing.start()
+
+        def stages():
+            refit = engine.node.statuses["a"].refit
+            return {} if refit is None else {s.stage: s for s in refit.stages}
+
+        fleet.wait(lambda: stages() and stages()["apply"].done == 3)
+        seen = stages()
+        assert seen["apply"].total == seen["stage"].done == seen["receive"].done > 4
+        assert engine.node.statuses["a"].refit.held_up_by == "apply"
+        go.set()
+        pushing.join(60)
+        fleet.check(engine)
+    finally:
+        go.set()
+        if pushing.ident is not None:
+            pushing.join(60)
         fleet.close()

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from dcr.cli.main import main
 from dcr.control_plane.address import open_control_plane
 from dcr.credentials.authority import create_authority, issue
 from dcr.runtime.registry import leader_address
+from tests.etcd_server import HINT, etcd_binary
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120
@@ -79,42 +81,103 @@ class Far:
         self._process.wait(WAIT_S)
 
 
+def refitted(trainer, node, bits):
+    """Two pushes arrive bit for bit."""
+    assert node.ask(0) == {"version": 0, "bits": bits}
+    for version in (1, 2):
+        pushed = trainer.ask(version)
+        assert (pushed["version"], pushed["kind"], pushed["members"]) == (version, "relative", ["far"])
+        assert node.ask(version) == {"version": version, "bits": pushed["bits"]}
+        assert pushed["bits"] != bits
+
+
+def verified(namespace, control, channel):
+    """What ``dcr verify`` says from there."""
+    done = subprocess.run(
+        [
+            *("ip", "netns", "exec", namespace, sys.executable, "-m", "dcr.cli.main", "verify", "--json"),
+            *("--control", control, "--channel", channel),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_a_refit_between_two_networks_is_bit_exact(tmp_path, namespaces):
     create_authority(tmp_path / "authority")
     for name in ("trainer", "node-a"):
         issue(tmp_path / "authority", tmp_path / name, name)
+    at = f"sqlite://{tmp_path}/record.db"
     started = []
     try:
-        trainer = Far(namespaces[0], "trainer", str(tmp_path), f"{TRAINER}:0")
+        trainer = Far(namespaces[0], "trainer", str(tmp_path), f"{TRAINER}:0", at)
         started.append(trainer)
         bits = trainer.answer()["bits"]
-        node = Far(namespaces[1], "node", str(tmp_path), f"{NODE}:0")
+        node = Far(namespaces[1], "node", str(tmp_path), f"{NODE}:0", at)
         started.append(node)
-        control = open_control_plane(f"sqlite://{tmp_path}/record.db")
+        control = open_control_plane(at)
         assert leader_address(control, "default").startswith(f"tls://trainer@{TRAINER}:")
         node.answer()
-        assert node.ask(0) == {"version": 0, "bits": bits}
         (entry,) = control.registered("default", "relay").values()
         assert NODE.encode() in entry
-        for version in (1, 2):
-            pushed = trainer.ask(version)
-            assert (pushed["version"], pushed["kind"], pushed["members"]) == (version, "relative", ["far"])
-            assert node.ask(version) == {"version": version, "bits": pushed["bits"]}
-            assert pushed["bits"] != bits
-        verified = subprocess.run(
-            [
-                *("ip", "netns", "exec", namespaces[1], sys.executable, "-m", "dcr.cli.main", "verify", "--json"),
-                *("--control", f"sqlite://{tmp_path}/record.db", "--channel", f"tls://{tmp_path}/node-a"),
-            ],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert verified.returncode == 0, verified.stdout + verified.stderr
-        assert json.loads(verified.stdout.splitlines()[-1])["version"] == 2
+        refitted(trainer, node, bits)
+        assert verified(namespaces[1], at, f"tls://{tmp_path}/node-a")["version"] == 2
         control.close()
     finally:
         for one in started:
             one.kill()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(etcd_binary() is None, reason=HINT)
+def test_two_machines_that_share_no_file(tmp_path, namespaces):
+    """The commands of docs/control-channel.md, *Two machines, from nothing*, one after the other."""
+    there, here, authority = tmp_path / "node", tmp_path / "trainer", tmp_path / "authority"
+    for words in (
+        ("authority", authority),
+        ("issue", "--authority", authority, "trainer", here / "trainer"),
+        ("issue", "--authority", authority, "node-a", here / "node-a"),
+        ("issue", "--authority", authority, TRAINER, here / "etcd"),
+        ("secret", here / "run.secret"),
+    ):
+        assert main(["certs", *map(str, words)]) == 0
+    there.mkdir()
+    shutil.move(here / "node-a", there)
+    shutil.copy2(here / "run.secret", there)
+    client, peer, tls = f"https://{TRAINER}:2379", f"http://{TRAINER}:2380", here / "etcd"
+    etcd = subprocess.Popen(
+        [
+            *("ip", "netns", "exec", namespaces[0], etcd_binary(), f"--data-dir={here}/data", "--log-level=error"),
+            *(f"--listen-client-urls={client}", f"--advertise-client-urls={client}", "--client-cert-auth"),
+            *(f"--cert-file={tls}/cert.pem", f"--key-file={tls}/key.pem", f"--trusted-ca-file={tls}/ca.pem"),
+            *(f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}"),  # there is no 127.0.0.1
+            *(f"--initial-cluster=default={peer}", "--logger=zap"),
+        ]
+    )
+
+    def control(folder, name):
+        files = "&".join(f"{field}={folder}/{name}/{field}.pem" for field in ("ca", "cert", "key"))
+        return f"etcd://{TRAINER}:2379/dcr?{files}&secret={folder}/run.secret"
+
+    started = []
+    try:
+        trainer = Far(namespaces[0], "trainer", str(here), f"{TRAINER}:7100", control(here, "trainer"))
+        started.append(trainer)
+        bits = trainer.answer()["bits"]
+        shutil.copytree(here / "v0", there / "v0")
+        node = Far(namespaces[1], "node", str(there), f"{NODE}:7000", control(there, "node-a"))
+        started.append(node)
+        node.answer()
+        refitted(trainer, node, bits)
+        at, channel = control(there, "node-a"), f"tls://{there}/node-a"
+        assert verified(namespaces[1], at, channel)["version"] == 2
+    finally:
+        for one in started:
+            one.kill()
+        etcd.kill()
+        etcd.wait(WAIT_S)

@@ -8,6 +8,7 @@ from dcr.data_plane.bits import bits_dtype
 from dcr.data_plane.index_map import Box
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.kernels.box_table import BoxTable, PlacedBox, PlacedTensor
+from dcr.data_plane.kernels.compiling import compiling
 from dcr.data_plane.kernels.interface import Kernels
 from dcr.data_plane.kernels.records import Records
 from dcr.data_plane.kernels.reference import ReferenceKernels
@@ -16,6 +17,7 @@ from dcr.data_plane.resident import Span
 
 _HOST = torch.device("cpu")
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+_PLACES = "learns where weights lie, and writes changes there"
 
 _tried: dict[torch.device, Kernels] = {}
 """The numba backend of this process, once it has been tried; and the CUDA devices that Triton was tried on."""
@@ -43,10 +45,11 @@ def _on_host() -> Kernels:
     if _HOST not in _tried:
         # Imported when it is needed: vLLM on a CPU cannot start in a process that has imported llvmlite, since it takes
         # ``vars()`` of every module's every attribute, and one of llvmlite's gives no dictionary.
-        from dcr.data_plane.kernels.numba_cpu import NumbaKernels  # noqa: PLC0415
+        with compiling(_PLACES, _HOST):
+            from dcr.data_plane.kernels.numba_cpu import NumbaKernels  # noqa: PLC0415
 
-        kernels = NumbaKernels()
-        _try(kernels, _HOST)
+            kernels = NumbaKernels()
+            _try(kernels, _HOST)
         stream_kernels()  # what decodes for these kernels is to be ready as soon as they are
         _tried[_HOST] = kernels
     return _tried[_HOST]
@@ -58,7 +61,8 @@ def _on_device(device: torch.device) -> Kernels:
 
     kernels = TritonKernels(device)  # one for every caller: it keeps a table of theirs
     if device not in _tried:
-        _try(kernels, device)
+        with compiling(_PLACES, device):
+            _try(kernels, device)
         stream_kernels()
         _tried[device] = kernels
     return kernels

@@ -10,6 +10,7 @@ import torch
 
 from dcr.data_plane.bits import bits_dtype
 from dcr.data_plane.item import Item, Operation, TensorSpec
+from dcr.data_plane.kernels.compiling import compiling
 from dcr.data_plane.kernels.stream_kernels import StreamKernels, TorchStreamKernels
 from dcr.protocol.errors import DcrError
 
@@ -41,7 +42,8 @@ def stream_kernels(tensors: Iterable[torch.Tensor] = ()) -> StreamKernels:
         return _TORCH
     with _trying:
         if device not in _tried:
-            _tried[device] = _host() if device.type == "cpu" else _on_device(device)
+            with compiling("compares weights, or encodes and decodes changes", device):
+                _tried[device] = _host() if device.type == "cpu" else _on_device(device)
     return _tried[device]
 
 

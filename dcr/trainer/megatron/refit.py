@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from dcr.protocol.errors import RefusedError
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress_log import Steps
 from dcr.runtime.settings import Settings
@@ -71,12 +70,7 @@ class MegatronRefit(Refit):
         observe: Observer = log_step,
     ) -> None:
         ranks = Ranks(process_group)
-        bounds, problem = Settings(), None
-        try:
-            bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
-        except RefusedError as error:
-            problem = str(error)
-        ranks.refuse_together(problem)
+        bounds = ranks.together(lambda: settings if isinstance(settings, Settings) else Settings.of(settings or {}))
         ranks.refuse_differing(record_id=record_id)
         self._model = model
         with Steps(_log, f"refit of record {record_id!r}") as step:

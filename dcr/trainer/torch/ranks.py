@@ -1,6 +1,7 @@
 """The training ranks that own one model together: a torch.distributed group, or a single process without one."""
 
 import pickle
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -48,6 +49,29 @@ class Ranks:
             ) from error
         return values  # type: ignore[return-value]  # every slot was filled
 
+    def together(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns on this rank; collective.
+
+        Where it raises on any rank, every rank raises, so that none waits for one that left: the same error, that of
+        the first rank that has one, with the rank's number in front.
+
+        Args:
+            act: called once on each rank.
+        """
+        if self._alone:
+            return act()
+        failure: Exception | None = None
+        try:
+            value = act()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks hear of it first
+            failure = error
+        failures = self.gather(None if failure is None else (_kind(failure), _text(failure)))
+        for rank, failed in enumerate(failures):
+            if failed is not None:
+                kind, text = failed
+                raise _error(kind, f"rank {rank}: {text}") from failure
+        return value
+
     def refuse_differing(self, **said: object) -> None:
         """Raise RefusedError on every rank if ranks were given different arguments; collective.
 
@@ -68,3 +92,18 @@ class Ranks:
         for rank, found in enumerate(problems):
             if found is not None:
                 raise RefusedError(f"rank {rank}: {found}")
+
+
+def _kind(error: Exception) -> type[DcrError]:
+    return type(error) if isinstance(error, DcrError) else RefusedError
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, DcrError) else f"{type(error).__name__}: {error}"
+
+
+def _error(kind: type[DcrError], text: str) -> DcrError:
+    try:
+        return kind(text)
+    except TypeError:  # it wants more than a text, which the other ranks do not have
+        return DcrError(f"{kind.__name__}: {text}")

@@ -4,10 +4,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -20,9 +20,9 @@ from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.event_log import event_folder
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
-from dcr.runtime.owner_host import OwnerHost
+from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
 from dcr.runtime.progress_log import ProgressLog, Steps
-from dcr.runtime.refit_status import RefitStatus
+from dcr.runtime.refit_status import RefitStatus, Told
 from dcr.runtime.registry import RelayDirectory
 from dcr.runtime.secret import record_secret
 from dcr.runtime.secret_path import run_secret
@@ -39,7 +39,7 @@ class PushError(DcrError):
     """A push did not end in a commit; the message says what stopped it, and what can be done."""
 
 
-class TrainerStatus(msgspec.Struct, frozen=True):
+class TrainerStatus(Told, frozen=True):
     """What a push is at, as one rank knows it, as of now."""
 
     emission: RefitStatus | None
@@ -63,6 +63,11 @@ class Refit:
         settings: bounds.
         observe: called with every protocol step of this rank's roles.
         step: told of each step of the construction.
+
+    Raises:
+        DcrError: on every rank alike, naming the rank that has it: an address, the secret, the setting ``channel`` or
+            the lease of leadership is no good, or a rank does not reach the first one.
+        RanksLostError: a rank is gone, or did not come.
     """
 
     def __init__(
@@ -78,49 +83,61 @@ class Refit:
         step: Callable[[str], None],
     ) -> None:
         self._source = source
-        step("opens the control plane and the delivery")
-        self._control = open_control_plane(control)
-        secret = run_secret(control)
-        self._delivery = SealedDelivery(
-            open_delivery(delivery, RelayDirectory(self._control, record_id)), record_secret(secret, record_id)
-        )
-        events = event_folder(settings.event_log, control)
-        others = f"waits until all {ranks.count} ranks have come so far" if ranks.count > 1 else "starts its threads"
-        step(others)
-        owners: list[str] = ranks.gather(source.owner)
-        self._coordinator: CoordinatorHost | None = None
-        if ranks.rank == 0:
-            self._coordinator = CoordinatorHost(
-                record_id=record_id,
-                leader=f"leader-{time.time_ns():x}-{secrets.token_hex(4)}",
-                owners=owners,
-                control=self._control,
-                delivery=self._delivery,
-                secret=secret,
-                settings=settings,
-                observe=observe,
-                events=events,
+        with ExitStack() as opened:  # what fails on one rank fails on all, and leaves nothing open on any
+            step("opens the control plane and the delivery")
+            self._control = ranks.together(lambda: open_control_plane(control))
+            opened.callback(self._control.close)
+            secret = ranks.together(lambda: run_secret(control))
+            directory = RelayDirectory(self._control, record_id)
+            store = ranks.together(lambda: open_delivery(delivery, directory))
+            self._delivery = SealedDelivery(store, record_secret(secret, record_id))
+            opened.callback(self._delivery.close)
+            events = event_folder(settings.event_log, control)
+            others = (
+                f"waits until all {ranks.count} ranks have come so far" if ranks.count > 1 else "starts its threads"
             )
-        address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
-        self._host = OwnerHost(
-            source,
-            incarnation=time.time_ns(),
-            record_id=record_id,
-            coordinator=address,
-            control=self._control,
-            delivery=self._delivery,
-            secret=secret,
-            settings=settings,
-            observe=observe,
-            events=events,
-        )
-        self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
-        step("connects to the coordinator in the first rank")
-        try:
-            self._host.wait_connected()
-        except BaseException:
-            self.close()
-            raise
+            step(others)
+            owners: list[str] = ranks.gather(source.owner)
+
+            def coordinator() -> CoordinatorHost | None:
+                if ranks.rank:
+                    return None
+                return CoordinatorHost(
+                    record_id=record_id,
+                    leader=f"leader-{time.time_ns():x}-{secrets.token_hex(4)}",
+                    owners=owners,
+                    control=self._control,
+                    delivery=self._delivery,
+                    secret=secret,
+                    settings=settings,
+                    observe=observe,
+                    events=events,
+                )
+
+            self._coordinator = ranks.together(coordinator)
+            if self._coordinator is not None:
+                opened.callback(self._coordinator.close)
+            address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
+            self._host = ranks.together(
+                lambda: OwnerHost(
+                    source,
+                    incarnation=time.time_ns(),
+                    record_id=record_id,
+                    coordinator=address,
+                    control=self._control,
+                    delivery=self._delivery,
+                    secret=secret,
+                    settings=settings,
+                    observe=observe,
+                    events=events,
+                )
+            )
+            opened.callback(self._host.close)
+            self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
+            opened.callback(self._progress.close)
+            step("connects to the coordinator in the first rank")
+            ranks.together(self._host.wait_connected)
+            self._opened = opened.pop_all()
 
     def push(self, *, dense: bool = False) -> RefitReport:
         """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.
@@ -136,7 +153,11 @@ class Refit:
         if dense and self._coordinator is not None:
             self._coordinator.dense_next()
         started, before = time.perf_counter(), self._delivery.traffic
-        outcome = self._host.push()
+        try:
+            outcome = self._host.push()
+        except PushTimeoutError as e:
+            fleet = self.status.fleet
+            raise PushTimeoutError(str(e) if fleet is None else f"{e}; the coordinator: {fleet}") from e
         if outcome.error:
             raise PushError(outcome.error)
         return report_of(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
@@ -187,12 +208,7 @@ class Refit:
 
     def close(self) -> None:
         """End threads and connections; engines go on serving what they serve."""
-        self._progress.close()
-        self._host.close()
-        if self._coordinator is not None:
-            self._coordinator.close()
-        self._control.close()
-        self._delivery.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -234,7 +250,8 @@ class TrainerRefit(Refit):
         settings: Settings | dict[str, object] | None = None,
         observe: Observer = log_step,
     ) -> None:
-        bounds = settings if isinstance(settings, Settings) else Settings.of(settings or {})
+        ranks = Ranks(process_group)
+        bounds = ranks.together(lambda: settings if isinstance(settings, Settings) else Settings.of(settings or {}))
         with Steps(_log, f"refit of record {record_id!r}") as step:
             self.source = TorchSource(
                 model,
@@ -245,7 +262,7 @@ class TrainerRefit(Refit):
             )
             super().__init__(
                 self.source,
-                Ranks(process_group),
+                ranks,
                 control=control,
                 delivery=delivery,
                 record_id=record_id,

@@ -38,6 +38,7 @@ class RefitReport:
         layers: elements changed and in all, by layer in reading order, unchanged layers too, and what is beyond 256
             layers as OTHER_LAYERS.  Empty if kind is dense, for such an attempt compares nothing, or unknown.
             ``TrainerRefit.changes`` has this rank's share by tensor.
+        why_dense: why every element was sent; empty if kind is not dense.
     """
 
     version: int
@@ -54,6 +55,7 @@ class RefitReport:
     stages: dict[str, float] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     layers: dict[str, ChangeCount] = field(default_factory=dict)
+    why_dense: str = ""
 
     def json(self) -> str:
         """The report as one JSON object on one line, its fields by their names, with a rate (0 to 1) for each layer."""
@@ -64,6 +66,7 @@ class RefitReport:
         """A few lines for people; ``repr`` and ``json`` have everything."""
         share = f" ({100 * self.changed_entries / self.elements:.3g} %)" if self.elements else ""
         lines = {
+            "dense": self.why_dense,
             "engines": _some(self.members),
             "sent": f"{self.changed_entries} of {self.elements} elements{share}, {self.payloads} payloads, "
             f"{in_bytes(self.payload_bytes)}",
@@ -123,6 +126,7 @@ def report_of(outcome: Outcome, wall_s: float, traffic: Traffic) -> RefitReport:
         },
         traffic=traffic,
         layers=_layers(outcome),
+        why_dense=str(s.get("why_dense", "")),
     )
 
 

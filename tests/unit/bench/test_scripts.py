@@ -19,3 +19,14 @@ def test_it_says_what_it_measures(script):
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "usage:" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 3)])
+def test_the_wan_bench_says_what_it_is_and_what_is_missing_before_it_loads_anything_large(arguments, status):
+    command = [sys.executable, "-X", "importtime", "bench/wan.py", *arguments]
+    nothing = {"PATH": "/nowhere"}  # neither gcc nor ip, where it is not the rights that are missing
+    done = subprocess.run(command, cwd=ROOT, env=nothing, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == status, done.stderr[-2000:]
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "wan_network" in imported
+    assert not imported & {"torch", "numba", "boto3"}

@@ -1,12 +1,14 @@
 """What may happen to the files of compiled code: a kernel that is called gives its result all the same."""
 
 import logging
+import re
 import resource
 import signal
 
 import numba as nb
 import pytest
 
+from dcr.data_plane.kernels import compiling, stream_choice
 from dcr.data_plane.kernels.code_cache import compiled
 
 
@@ -65,3 +67,18 @@ def test_code_of_another_signature_is_not_taken(folder):
     one, other = sorted(folder.glob("*/*.nbc"))
     one.write_bytes(other.read_bytes())
     assert hits() == 1
+
+
+def test_what_takes_long_is_told_with_what_comes_next_and_nothing_else_is(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dcr.kernels")
+    monkeypatch.setattr(stream_choice, "_tried", {})
+    monkeypatch.setattr(compiling, "TOLD_AFTER_S", 60.0)
+    stream_choice.stream_kernels()
+    assert not caplog.messages
+    monkeypatch.setattr(stream_choice, "_tried", {})
+    monkeypatch.setattr(compiling, "TOLD_AFTER_S", 0.0)  # the trial takes longer, compiled or not
+    stream_choice.stream_kernels()
+    said, done = caplog.messages
+    assert said.startswith("compiles kernels for cpu, and tries them: ")
+    assert said.endswith("; then it compares weights, or encodes and decodes changes")
+    assert re.search(r"^kernels for cpu are ready, after \d+\.\d s; now it compares weights", done)

@@ -156,7 +156,24 @@ def test_what_cannot_be_deleted_is_named(delivery, root, tmp_path):
     ],
 )
 def test_other_addresses_are_refused(address):
-    with pytest.raises(RefusedError, match="file:///absolute"):
+    with pytest.raises(RefusedError, match=r"file:///absolute/folder, s3://bucket.* or relay://"):
         open_delivery(address)
     with pytest.raises(RefusedError, match="sqlite:///absolute"):
         secret_path(address.replace("file", "sqlite"))
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("gs://bucket/run", "delivery address 'gs://bucket/run': there is no delivery of scheme 'gs'; it must be of"),
+        ("https://me:hunter2@host/x", "delivery address 'https://...@host/x': there is no delivery of scheme 'https'"),
+        ("gs://bucket?key=hunter2", "delivery address 'gs://bucket?...': there is no delivery of scheme 'gs'"),
+        ("me:hunter2@host", "delivery address '...@host': "),
+        ("payloads", "delivery address 'payloads': must be of the form file:///absolute/folder, s3://"),
+    ],
+)
+def test_an_address_of_no_known_scheme_is_named_without_its_secrets(address, said):
+    with pytest.raises(RefusedError) as refused:
+        open_delivery(address)
+    assert str(refused.value).startswith(said)
+    assert "hunter2" not in str(refused.value)

@@ -1,6 +1,7 @@
 """Addresses of object stores: what is read from them, what is refused, and that no secret is shown."""
 
 import dataclasses
+import logging
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from dcr.delivery.address import open_delivery
 from dcr.delivery.s3_address import S3Address
+from dcr.delivery.s3_requests import _client
 from dcr.protocol.errors import RefusedError
 
 
@@ -101,3 +103,18 @@ def test_what_may_be_a_secret_is_refused_and_not_shown(form, key, secret):
     assert key not in said
     assert str(secret) not in said
     assert error.value.__cause__ is None
+
+
+def test_what_botocore_says_of_credentials_is_not_among_our_lines_unless_somebody_wants_it(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    logger = logging.getLogger("botocore")
+    place = S3Address.parse("s3://weights?endpoint=http://127.0.0.1:1")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    logger.manager._clear_cache()  # as setLevel does
+    _client(place)
+    assert not [r for r in caplog.records if r.name.startswith("botocore")]
+    logger.setLevel(logging.INFO)
+    _client(place)
+    assert "Found credentials in environment variables" in caplog.text

@@ -48,6 +48,7 @@ class Leader:
         self.sent: list = []
         self.reasons: list[str] = []
         self.timer = 0
+        self.timers: list[StartTimer] = []
         self.fatal = ""
         self.hold_writes = False
         self.held: list[WriteRecord] = []
@@ -69,6 +70,7 @@ class Leader:
                     self.sent.append(e.order)
                 case StartTimer():
                     self.timer = e.number
+                    self.timers.append(e)
                 case Fatal():
                     self.fatal = e.reason
 
@@ -92,6 +94,9 @@ class Leader:
     def epoch(self) -> int:
         assert self.record is not None
         return self.record.epoch
+
+    def expires(self) -> None:
+        self.do(self.c.expired(self.timer))
 
     # what peers say
 

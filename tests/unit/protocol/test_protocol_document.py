@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dcr.protocol
 from dcr.protocol.record import CommitRecord, Committed, OpenTransition
+from dcr.simulator.glossary import GLOSSES
 
 SOURCES = Path(dcr.protocol.__file__).parent
 ROLES = dict.fromkeys(("leader", "registrar", "conductor"), "coordinator")
@@ -100,6 +101,13 @@ def test_the_table_of_actions_is_the_code() -> None:
     assert len(set(named)) == len(named)
     assert set(named) == emitted()
     assert all(1 <= int(n) <= 18 for _, _, decisions in rows for n in re.findall(r"\d+", decisions))
+
+
+def test_stories_explain_each_step_in_the_words_of_the_table() -> None:
+    words: dict[str, list[str]] = {}
+    for action, _, what in re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \|", section("Actions"), re.MULTILINE):
+        words.setdefault(action, []).append(what)
+    assert {action: "; or ".join(what) for action, what in words.items()} == GLOSSES
 
 
 def test_the_document_names_every_field_of_k() -> None:

@@ -1,3 +1,4 @@
+import logging
 import os
 import socket
 import time
@@ -101,6 +102,7 @@ def test_a_spoke_with_another_secret_is_refused(nothing_left, start, caplog):
     eventually(lambda: "authenticating" in spoke._trouble)
     with pytest.raises(ChannelTimeoutError, match=r"node a \(incarnation 1\).*the hub does not hold the secret"):
         spoke.wait_connected(0.5)
+    eventually(lambda: "127.0.0.1: 'node a' left at the proof of the secret: has it another one?" in str(hub.refused))
     # A spoke that goes on although it does not trust the hub is refused by the hub.
     sock = connect(hub.address)
     hello = hello_of()
@@ -243,6 +245,7 @@ def test_a_proven_peer_that_breaks_the_framing_is_dropped_by_name(nothing_left, 
 
 def test_slow_and_silent_strangers_are_bounded_in_time_and_number(nothing_left, start, caplog):
     events = Events()
+    caplog.set_level(logging.DEBUG, "dcr.runtime.hub")  # where the same is told again
     hub = start.hub(events, handshakes_max=3, handshake_timeout_s=2.0)
     silent = [connect(hub.address) for _ in range(2)]
     slow = connect(hub.address)

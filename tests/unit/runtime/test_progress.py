@@ -12,7 +12,9 @@ import pytest
 from dcr.delivery.sealed import SEAL_BYTES
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Acknowledged, OpenApply, Prepare, Prepared, Refuse
+from dcr.runtime.channel import Hub
 from dcr.runtime.progress import EngineStatus
+from dcr.runtime.registry import register_leader
 from tests.unit.runtime.test_node_agent import WAIT_S, Led, wait
 
 
@@ -117,6 +119,46 @@ def test_an_engine_without_a_coordinator_says_where_it_looks(at: Led) -> None:
     at.write(at.record.take_over("another"))  # nobody is at the address that it left
     wait(lambda: "no coordinator reached" in at.node._agents["a"]._progress.why())
     assert "leads record 'default'" in at.node._agents["a"]._progress.why()
+
+
+def test_what_went_wrong_last_is_still_told_when_nobody_leads_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dcr.node")
+    at = Led(tmp_path, {"stage_bytes_max": 1500})
+    try:
+        at.policy.step(1)
+        at.emit(at.prepare(stage=True))
+        wait(lambda: "more than stage_bytes_max = 1500" in status(at).last_error)
+        when, _, failed = status(at).last_error.partition(" ")
+        at.prepare(stage=False)
+        wait(lambda: status(at).gate == "closed")
+        at.hub.close()
+        before = len(caplog.messages)
+        wait(lambda: not at.node._agents["a"]._spoke.connected)
+        at.write(msgspec.structs.replace(at.record.abandon(), members=()))  # so it wants to join
+        asked = (at.record.epoch, at.record.version)
+        wait(lambda: at.node._agents["a"]._role._asked_at == asked)
+        wait(lambda: "no coordinator reached" in status(at).reason)
+        assert f"; its last error: {when} {failed}" in status(at).reason
+        assert status(at).last_error == f"{when} {failed}"
+        assert not [line for line in caplog.messages[before:] if "to let it in" in line]
+        said = repr(at.node.statuses)
+        assert said.startswith("{'a': <engine a gate closed since ")
+        assert said.count(failed) == 1
+        assert len(said) < 2 * len(status(at).reason)
+    finally:
+        at.close()
+
+
+def test_who_was_refused_still_says_why_when_nobody_leads_any_more(at: Led) -> None:
+    other = Hub(b"w" * 32, lambda _: None)  # a trainer of another run, at the address in this one's registry
+    register_leader(at.control, "default", other.address)
+    at.hub.close()
+    wait(lambda: "the hub does not hold the secret of this run" in status(at).last_error)
+    other.close()
+    wait(lambda: "refused" in at.node._agents["a"]._spoke.trouble)
+    assert "the hub does not hold the secret of this run" in status(at).last_error
 
 
 def test_an_engine_that_the_leader_refuses_has_failed(at: Led) -> None:

@@ -9,7 +9,7 @@ from dcr.protocol.identity import Kind
 from dcr.protocol.messages import OpenApply
 from dcr.protocol.receiver import RankStaged
 from dcr.protocol.record import CommitRecord
-from dcr.runtime.rank_messages import Learn
+from dcr.runtime.rank_messages import Learn, WriteOn
 from tests.faults.models import dense
 
 
@@ -33,6 +33,42 @@ def test_what_is_staged_is_written_when_it_is_ordered_and_not_before(order):
     answer = rank.call(OpenApply("r", 1))
     assert [r.root for r in acknowledged([answer])] == [rank.root()]
     assert answer.state.torn_by == ("c",)
+    assert rank.bits == dense(rank.new)
+
+
+def test_a_rank_that_writes_for_long_answers_meanwhile_and_goes_on_when_it_is_told(monkeypatch):
+    monkeypatch.setattr("dcr.runtime.rank_host.ANSWER_S", 0.0)
+    rank = Rank()
+    rank.prepare(stage=True)
+    assert [rank.call(r).held for r in rank.requests] == [1, 2, 3, 3, 3]
+    assert "may not be written: it is staged" in rank.call(WriteOn(1)).refused
+    before = rank.bits
+    answers = [rank.call(OpenApply("r", 1))]
+    assert "may not be written: it is applying" in rank.call(WriteOn(2)).refused
+    assert rank.bits not in (before, dense(rank.new))
+    answers += [rank.call(WriteOn(1)) for _ in range(2)]
+    assert [a.held for a in answers] == [2, 1, 0]
+    assert [len(acknowledged([a])) for a in answers] == [0, 0, 1]
+    assert [r.root for r in acknowledged(answers)] == [rank.root()]
+    assert rank.bits == dense(rank.new)
+
+
+def test_a_rank_that_is_fenced_while_it_writes_lets_go_of_the_rest(monkeypatch):
+    monkeypatch.setattr("dcr.runtime.rank_host.ANSWER_S", 0.0)
+    rank = Rank()
+    rank.prepare(stage=True)
+    for request in rank.requests:
+        rank.call(request)
+    assert rank.call(OpenApply("r", 1)).held == 2
+    rank.requests = rank.emission(2, Kind.ABSOLUTE)
+    rank.prepare(2, kind=Kind.ABSOLUTE, stage=True)
+    assert rank.host._held == {}
+    assert rank.call(WriteOn(1)).refused
+    answers = [rank.call(r) for r in rank.requests]
+    answers.append(rank.call(OpenApply("r", 2)))
+    while answers[-1].held:
+        answers.append(rank.call(WriteOn(2)))
+    assert acknowledged(answers)
     assert rank.bits == dense(rank.new)
 
 

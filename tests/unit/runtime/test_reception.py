@@ -51,7 +51,7 @@ class Host:
     def __init__(self, folder, engines=("a", "b"), memory=None, **bounds):
         self.store = Counting(folder / "p")
         self.memory = memory or SharedMemory("r", 1, folder)
-        bounds = {"delivery_timeout_s": 0.2, **bounds}
+        bounds = {"delivery_timeout_s": 20.0, **bounds}
         self.reception = Reception(self.store, self.memory, engines, Settings(**bounds), payload_bytes_max=1000)
         self.inboxes = {engine: self.reception.inbox(engine) for engine in engines}
 
@@ -217,7 +217,8 @@ def test_what_is_read_ahead_is_there_when_it_is_asked_for_and_was_read_once(host
         host.put(n, b"%d" % n)
     assert host.read("a", 0) == b"0"
     host.inboxes["a"].ahead([identity(n) for n in (1, 2, 7)])
-    host.settled(lambda: host.reception._held.get(payload_key(identity(2))))
+    keys = {payload_key(identity(n)) for n in (1, 2)}
+    host.settled(lambda: keys <= host.reception._held.keys() or None)  # several threads read, in any order
     reads = host.reception.objects
     assert reads == 3
     for n in (1, 2):
@@ -267,14 +268,14 @@ def test_what_is_read_ahead_takes_no_room_that_anything_else_wants(host_of):
 
 
 def test_what_ranks_are_reading_is_not_taken_from_them_for_want_of_room(host_of):
-    host = host_of(receive_bytes_max=100)
+    host = host_of(receive_bytes_max=100, delivery_timeout_s=0.7)
     host.put(0, b"x" * 60)
     host.put(1, b"y" * 60)
     assert host.read("b", 0) == b"x" * 60
     started = time.monotonic()
-    with pytest.raises(DeliveryError, match=r"60 bytes found no room in 0\.2 s beside 60 that ranks are reading"):
+    with pytest.raises(DeliveryError, match=r"60 bytes found no room in 0\.7 s beside 60 that ranks are reading"):
         host.read("a", 1)
-    assert 0.1 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.5
     threading.Timer(0.05, lambda: host.inboxes["b"].payload_taken(identity(0))).start()
     assert host.read("a", 1) == b"y" * 60
 

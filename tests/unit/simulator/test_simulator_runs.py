@@ -87,6 +87,12 @@ def test_a_shrinker_without_time_changes_nothing(monkeypatch):
 def test_a_story_says_who_did_what_and_what_broke(monkeypatch):
     _, story = tell(found_with(OPEN_GATE, monkeypatch, steps=60).schedule)
     assert "the trainer pushes" in story
+    legend, _, moves = story.partition("\n  1  ")
+    assert "o0.1: owner o0 in trainer 1" in legend
+    taken = set(re.findall(r"^ +\w+: (\w+), epoch", moves, re.MULTILINE))
+    assert taken  # each word for a step is explained before it comes, and no other
+    assert set(re.findall(r"^  (\w+) +\w", legend, re.MULTILINE)) == taken
+    assert max(map(len, story.splitlines())) <= 120
     assert re.search(r"^ +c\d: OpenAttempt, epoch \d+$", story, re.MULTILINE)
     assert story.splitlines()[-1].startswith("BROKEN ServingExact: rank 0 of e0 writes under an open gate")
 
@@ -102,6 +108,15 @@ def test_seeds_that_hold(capsys):
     assert (status, report["ok"], report["seeds"], report["first"], report["failed"]) == (0, True, 30, 5, [])
     assert report["actions"]["Commit"] > 0
     assert "30 seeds from 5" in said
+
+
+def test_one_seed_needs_no_table(capsys):
+    status, report, said = command(capsys, "--seeds", "1")
+    assert (status, report["ok"]) == (0, True)
+    taken, last = said.splitlines()
+    assert taken.startswith("taken: ")
+    assert set(taken.removeprefix("taken: ").split(", ")) == {a for a, seeds in report["actions"].items() if seeds}
+    assert last.startswith("1 seed from 0, ")
 
 
 def test_a_seed_that_breaks_something_is_kept_and_replays(capsys, monkeypatch, tmp_path):

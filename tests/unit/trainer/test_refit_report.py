@@ -1,6 +1,7 @@
 """A report in words: a few aligned lines, and everything still in ``repr`` and in JSON."""
 
 import json
+from dataclasses import replace
 
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.delivery.traffic import Traffic
@@ -40,6 +41,12 @@ def test_repr_and_json_have_everything():
     assert repr(REPORT).startswith("RefitReport(version=4, kind='absolute', attempts=2")
     assert "ChangeCount" in repr(REPORT)
     assert json.loads(REPORT.json())["layers"]["2"] == {"changed": 10, "elements": 100, "rate": 0.1}
+
+
+def test_a_dense_one_says_why():
+    dense = replace(REPORT, kind="dense", why_dense="the operator ordered it", layers={})
+    assert str(dense).splitlines()[1] == "  dense    the operator ordered it"
+    assert json.loads(dense.json())["why_dense"] == "the operator ordered it"
 
 
 def test_many_engines_and_nothing_known_stay_short():
