@@ -108,7 +108,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Events waiting in one role's queue."""
     event_log: str = "beside"
     """Where every process writes the protocol steps that it takes (docs/event-log.md): in the folder
-    ``<record>.events`` (``beside``; nowhere if the record is in etcd), nowhere (``off``), or in the folder that is
+    ``<record>.events`` (``beside``; nowhere if the record is in no file), nowhere (``off``), or in the folder that is
     named here by its absolute path."""
     event_log_bytes_max: int = 256 << 20
     """Bytes that one actor of a process writes there; then its log ends, with a warning."""
