@@ -167,7 +167,8 @@ def test_a_store_that_is_away_is_named_in_bounded_time_and_used_again_when_it_is
     plane.close()
 
 
-@pytest.mark.parametrize(("contenders", "kills"), [(3, 1), pytest.param(5, 8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("contenders", "kills"), [(3, 2), (5, 8)])
 def test_kills_of_store_and_writers_lose_nothing_acknowledged(bucket, running_store, contenders, kills):
     def disturb(turn, rng):
         running_store.kill()
