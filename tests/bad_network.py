@@ -99,7 +99,7 @@ class BadNetwork:
             self._rules.append(_Rule(fault, match, times))
 
     def answer(self, fault: str, status: int, body: bytes, kind: str = "application/xml") -> None:
-        """Name a fault: an answer in the server's place."""
+        """Name a fault: an answer in the server's place.  ``kind`` is its type, and further headers if they follow."""
         self.answers[fault] = status, kind, body
 
     def at_random(self, chance: float, kinds: tuple[str, ...], seed: int) -> None:

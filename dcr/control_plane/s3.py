@@ -58,6 +58,7 @@ class S3ControlPlane:
         self._settings = settings
         self._lock = threading.Lock()
         self._seen: dict[str, int] = {}
+        self._conditions_hold = False
         self._bucket = Bucket(address, settings.busy_timeout_s)
 
     def read(self, record_id: str) -> Stored | None:
@@ -83,6 +84,7 @@ class S3ControlPlane:
         if lease is not None:
             raise self._no_leases(record_id)
         keys = Keys(record_id)
+        self._check_conditions(keys)
         revision = (expected_revision or 0) + 1
         for turn in range(_ROUNDS_MAX + 1):
             time.sleep(_ROUND_PAUSE_S * turn)
@@ -273,6 +275,24 @@ class S3ControlPlane:
             return None
         revision = decode(found[0], Past, key).entry.revision
         return revision if revision > current.revision - self._settings.history_max else None
+
+    def _check_conditions(self, keys: Keys) -> None:
+        """Refuse a store that takes conditions and ignores them, before the first write through this object."""
+        if self._conditions_hold:
+            return
+        stage = "checking that the store keeps conditions"
+        self._bucket.put(stage, keys.probe, b"")
+        try:
+            ignored = [t for t in (None, '"0"') if self._bucket.put_after(stage, keys.probe, b"", t)]
+        except LostAnswerError as e:
+            raise ControlPlaneUnavailableError(str(e)) from e
+        if ignored:
+            raise RefusedError(
+                f"control plane {self._place}: the store puts an object although its condition does not hold "
+                f"({'If-None-Match' if None in ignored else 'If-Match'}), so two coordinators could overwrite each "
+                f"other: keep the record in another store, or in SQLite or etcd"
+            )
+        self._conditions_hold = True
 
     def _put_into_history(self, keys: Keys, entry: HistoryEntry) -> None:
         """Before the write that follows this one; and forget the one that is too old now."""

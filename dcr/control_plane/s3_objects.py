@@ -63,6 +63,7 @@ class Keys:
         self.record_id = record_id
         self.base = f"{segment_of(record_id)}/control/"
         self.record = f"{self.base}record"
+        self.probe = f"{self.base}probe"
 
     def revision(self, revision: int) -> str:
         """Of the write that made this revision."""

@@ -17,6 +17,7 @@ from dcr.control_plane.interface import (
     Stored,
     UnknownOutcomeError,
 )
+from dcr.protocol.errors import RefusedError
 from dcr.runtime.secret import create_secret
 from tests.bad_network import error_body
 from tests.faults.record_writers import kills_lose_nothing, write
@@ -83,6 +84,18 @@ def test_what_certainly_had_no_effect_is_no_doubt(planes, network):
     with pytest.raises(ControlPlaneUnavailableError, match="refused 5 times although nobody else"):
         write(plane, 1, "b")
     assert [e.operation_id for e in plane.history("run", 9)] == ["a"]
+
+
+@pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])
+def test_a_store_that_ignores_conditions_is_refused_before_anything_is_written(planes, network, condition):
+    plane, direct = planes
+    network.answer("ignored", 200, b"", 'application/xml\r\nETag: "1"')
+    network.once("ignored", lambda r: r.method == "PUT" and f"\r\n{condition.lower()}: ".encode() in r.head.lower())
+    with pytest.raises(RefusedError, match=rf"condition does not hold \({condition}\).*in SQLite or etcd"):
+        write(plane, None, "a")
+    assert direct.read("run") is None
+    network.quiet()
+    assert write(plane, None, "a").revision == 1
 
 
 def test_a_write_that_a_gateway_sends_twice_is_not_a_conflict_with_itself(planes, network):
