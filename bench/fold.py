@@ -1,7 +1,9 @@
 """The fold after a commit, where it takes over what detection found, against one that digests every change again.
 
-Both do the same to the same weights: a share that has detected the candidate, and one that has not, whose fold projects
-and digests the changes itself.  They take turns, on one core, in processor time.
+Beside it, what a push costs more that looks for NaN and infinities before it offers the weights.
+
+Both folds do the same to the same weights: a share that has detected the candidate, and one that has not, whose fold
+projects and digests the changes itself.  They take turns, on one core, in processor time.
 """
 
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ def rows_of(rate: float, elements: int, rounds: tuple[int, int]) -> Iterator[Row
     def look() -> Live:
         return lambda _number: weights
 
-    times: dict[str, list[float]] = {"detect": [], "knows": [], "digests": []}
+    times: dict[str, list[float]] = {"detect": [], "knows": [], "digests": [], "nonfinite": []}
     for turn in range(sum(rounds)):
         bit_view(weights)[torch.rand(elements) < rate] += 1
         begun = process_time()
@@ -54,8 +56,12 @@ def rows_of(rate: float, elements: int, rounds: tuple[int, int]) -> Iterator[Row
         folded = process_time()
         digests.fold(expected, look)
         ended = process_time()
+        if knows.nonfinite(look):
+            raise RuntimeError("there is nothing to find")
+        looked = process_time()
         if turn >= rounds[0]:
-            for way, seconds in zip(times, (detected - begun, folded - detected, ended - folded), strict=True):
+            spent = (detected - begun, folded - detected, ended - folded, looked - ended)
+            for way, seconds in zip(times, spent, strict=True):
                 times[way].append(seconds)
     if knows.baseline_digests != digests.baseline_digests:
         raise RuntimeError("the two folds disagree")
@@ -63,6 +69,8 @@ def rows_of(rate: float, elements: int, rounds: tuple[int, int]) -> Iterator[Row
     ratio = median(slow / fast for slow, fast in zip(times["digests"], times["knows"], strict=True))
     yield Row(f"{claim}: a fold that digests again / one that takes over", ratio, "x")
     yield Row(f"{claim}: detection / the fold that takes over", median(times["detect"]) / median(times["knows"]), "x")
+    looking = median(look / detect for look, detect in zip(times["nonfinite"], times["detect"], strict=True))
+    yield Row(f"{claim}: looking for NaN and infinities (refuse_nonfinite) / detection", looking, "x")
     yield Row(f"{claim}: the fold that takes over", 2e-9 * elements / median(times["knows"]), "GB/s of shard")
 
 

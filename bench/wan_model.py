@@ -12,6 +12,7 @@ from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.index_map import Box, IndexMap
 from dcr.data_plane.item import Change, TensorSpec
+from dcr.data_plane.nonfinite import NonFinite
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.identity import Kind
 from dcr.trainer.share import OwnedShard, Share
@@ -106,6 +107,9 @@ class Trained:
 
     def changes(self, kind: Kind) -> Iterator[Change]:  # noqa: D102
         return self._share.changes(kind, lambda: self._rows.__getitem__)
+
+    def nonfinite(self) -> Mapping[str, NonFinite]:  # noqa: D102
+        return self._share.nonfinite(lambda: self._rows.__getitem__)
 
     def fold(self, expected: ContentDigest) -> None:  # noqa: D102
         self._share.fold(expected, lambda: self._rows.__getitem__)

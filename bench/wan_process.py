@@ -20,7 +20,6 @@ from wan_model import Served, Trained
 
 from dcr.data_plane.nvtx import watch_stages
 from dcr.delivery.address import open_delivery
-from dcr.delivery.parallel import in_parallel
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Emit
 from dcr.rollout.checkpoint import read_checkpoint
@@ -30,6 +29,7 @@ from dcr.runtime.emission import Emission
 from dcr.runtime.observer import log_step
 from dcr.runtime.progress_log import untold
 from dcr.runtime.settings import Settings
+from dcr.s3.parallel import in_parallel
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.refit import Refit
 from tests.object_store import ObjectStore

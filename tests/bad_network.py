@@ -50,7 +50,8 @@ class BadNetwork:
     Faults: ``503``, ``429`` and ``500`` (the server is not asked), ``slow`` (the answer comes ``slow_s`` late),
     ``truncated`` (half of the answer's body), ``cut`` (half of it, with a length to match), ``flipped`` (another bit in
     the answer's body), ``damaged`` (another bit in the request's body), ``lost`` (the server acts, its answer is
-    swallowed), ``reset`` (the server is not asked, the connection breaks).
+    swallowed), ``twice`` (the server is asked twice, as some gateways do, and its second answer is passed on),
+    ``reset`` (the server is not asked, the connection breaks).
     """
 
     port: int
@@ -98,7 +99,7 @@ class BadNetwork:
             self._rules.append(_Rule(fault, match, times))
 
     def answer(self, fault: str, status: int, body: bytes, kind: str = "application/xml") -> None:
-        """Name a fault: an answer in the server's place."""
+        """Name a fault: an answer in the server's place.  ``kind`` is its type, and further headers if they follow."""
         self.answers[fault] = status, kind, body
 
     def at_random(self, chance: float, kinds: tuple[str, ...], seed: int) -> None:
@@ -156,6 +157,8 @@ class BadNetwork:
             return True
         if request.fault == "damaged" and request.body:
             request.body = _flip(request.body)
+        if request.fault == "twice":
+            self._ask(request)
         answer = self._ask(request)
         if answer is None or request.fault == "lost":
             _reset(client.connection)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
@@ -139,6 +140,7 @@ class EtcdServer:
         """Hold it still, as a machine that is cut off; ``go_on`` ends that."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)  # on a busy machine it answers on for a while
 
     def go_on(self) -> None:
         assert self._process is not None

@@ -9,12 +9,13 @@ import pytest
 DCR = Path(__file__).resolve().parent.parent / "dcr"
 
 _DATA = {"protocol", "data_plane"}
-_SHELL = _DATA | {"credentials"}
+_SHELL = _DATA | {"credentials", "s3"}
 _LOW = _SHELL | {"delivery", "control_plane"}
 _MAY_IMPORT = {
     "protocol": set(),
     "data_plane": {"protocol"},
     "credentials": {"protocol"},
+    "s3": {"protocol"},
     "delivery": _SHELL,
     "control_plane": _SHELL,
     "runtime": _LOW,
@@ -144,6 +145,7 @@ def test_the_house_keeps_its_rules():
         ("data_plane/a.py", "from dcr import runtime", "data_plane must not import runtime"),
         ("data_plane/a.py", "import dcr", "data_plane must not import dcr"),
         ("credentials/a.py", "from dcr.delivery import folder", "credentials must not import delivery"),
+        ("s3/a.py", "from dcr.delivery import traffic", "s3 must not import delivery"),
         ("delivery/a.py", "from dcr.control_plane import sqlite", "delivery must not import control_plane"),
         ("control_plane/a.py", "import dcr.delivery.folder", "control_plane must not import delivery"),
         ("runtime/a.py", "from dcr.trainer import x", "runtime must not import trainer"),

@@ -20,7 +20,7 @@ channel, tls:///etc/dcr/node-a.  Every node needs a name of its own; owners may 
 stays where it was made.  Nothing is ever overwritten; certificates end after --days.  To replace them, issue new ones
 of the same name into a new folder and move its files over the old ones: connections made from then on use them.
 
-A run whose record is in etcd has its secret, besides, in a file that every machine gets:
+A run whose record is in etcd or in a bucket has its secret, besides, in a file that every machine gets:
 
   dcr certs secret /etc/dcr/run.secret"""
 

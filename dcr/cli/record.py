@@ -9,7 +9,6 @@ import msgspec
 from dcr.cli.report import say
 from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane, HistoryEntry, Stored
-from dcr.control_plane.lease import Lease
 from dcr.protocol.record import CommitRecord, decode_record
 
 DOCUMENT_VERSION = 1
@@ -21,7 +20,7 @@ Looks at a commit record where it is kept, and changes nothing; neither trainer 
 
   dcr record show --control sqlite:///tmp/run/record.db
   dcr record history --control 'etcd://10.0.0.9:2379/dcr?ca=/etc/dcr/etcd/ca.pem' --commits
-  dcr record export --control sqlite:///tmp/run/record.db > record.json
+  dcr record export --control 's3://bucket/prefix?endpoint=http://10.0.0.9:8333' > record.json
 
 show is for people; history lists the writes of the record, newest first, as many as the control plane kept; export
 prints one JSON document with both (docs/control-plane.md says what is in it).
@@ -74,7 +73,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             return {"ok": True, "kind": "history", **_history(control, options)}
         document = _document(control, stored, options.record)
         if options.kind == "show":
-            _show(stored, decode_record(stored.body), control.leader(options.record))
+            lease = control.leader(options.record)
+            holder = f"{lease.holder}, token {lease.token}" if lease else "nobody holds one"
+            _show(stored, decode_record(stored.body), holder if control.leases else "none are kept here")
         elif not options.json:
             say(msgspec.json.encode(document).decode())
         return {"ok": True, "kind": options.kind, **document}
@@ -118,11 +119,11 @@ def _line(entry: HistoryEntry) -> str:
     )
 
 
-def _show(stored: Stored, k: CommitRecord, lease: Lease | None) -> None:
+def _show(stored: Stored, k: CommitRecord, lease: str) -> None:
     say(f"record {k.record_id}: version {k.version}, epoch {k.epoch}, revision {stored.revision}")
     say(f"  baseline   {k.baseline_id}")
     say(f"  leader     {k.leader}, fencing token {k.fencing_token} in the record")
-    say(f"  lease      {'nobody holds one' if lease is None else f'{lease.holder}, token {lease.token}'}")
+    say(f"  lease      {lease}")
     say(f"  members    {', '.join(m.engine for m in k.members) or 'none'}")
     if k.open is None:
         say("  open       no transition")

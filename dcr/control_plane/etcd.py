@@ -53,6 +53,8 @@ class EtcdControlPlane:
         ControlPlaneUnavailableError: no member of the cluster could be asked.
     """
 
+    leases = True
+
     def __init__(self, address: EtcdAddress, settings: ControlPlaneSettings) -> None:
         self._prefix = address.prefix
         self._settings = settings

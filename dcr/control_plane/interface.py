@@ -102,7 +102,14 @@ class ControlPlane(Protocol):
 
     Usable from several threads at once.  Every method may raise ControlPlaneUnavailableError, and RefusedError for
     arguments beyond the bounds of ControlPlaneSettings or of ``check_text``.
+
+    Attributes:
+        leases: whether it keeps leases.  Where it does not, ``acquire``, ``renew``, ``release`` and a write that names
+            a lease raise NoLeasesError, ``leader`` is always None, and something else must guarantee that one
+            coordinator runs.  A second one tears nothing, for it writes by compare-and-set too: it overtakes the first.
     """
+
+    leases: bool
 
     def read(self, record_id: str) -> Stored | None:
         """The record, or None while there is none.  Linearizable: sees every write acknowledged before the call."""
@@ -171,6 +178,7 @@ class ControlPlane(Protocol):
 
         Raises:
             LeaseHeldError: somebody leads, with another token than ``replaces``; carries who.
+            NoLeasesError: no leases are kept here.
         """
         ...
 

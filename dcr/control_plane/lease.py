@@ -54,6 +54,10 @@ class LeadershipLostError(DcrError):
         self.current = current
 
 
+class NoLeasesError(RefusedError):
+    """The control plane keeps records and no leases: something else must see to it that one coordinator runs."""
+
+
 def lost(lease: Lease, current: Lease | None) -> LeadershipLostError:
     """The error of a lease that is not the record's any more; ``current`` is the one that is."""
     why = "it ran out or was given up" if current is None else f"{current.holder} leads now, with token {current.token}"

@@ -53,6 +53,8 @@ class SqliteControlPlane:
         ControlPlaneUnavailableError: the file cannot be created, opened or read.
     """
 
+    leases = True
+
     def __init__(self, path: Path, settings: ControlPlaneSettings) -> None:
         if not path.is_absolute():
             raise RefusedError(f"control plane file {path}: the path must be absolute")

@@ -7,6 +7,7 @@ import torch
 from dcr.data_plane.bits import bit_view, bits_dtype, flat_part
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.kernels.stream_kernels import Difference
+from dcr.data_plane.nonfinite import nonfinite_positions
 from dcr.data_plane.staging import chunks_on
 from dcr.protocol.errors import RefusedError
 
@@ -80,6 +81,24 @@ class Tracker:
             self.visited = stop
             if found.positions.numel():
                 yield found
+
+    def nonfinite(self, live: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """NaN and infinities of the live tensor that are not committed, chunk by chunk; only chunks with some.
+
+        Returns:
+            Positions (int64, increasing) and the bits there, both on the device of the live tensor.
+
+        Raises:
+            RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
+        """
+        stored = self._checked(live)
+        for start, stop in self.chunks() if self.dtype.is_floating_point else ():
+            part = flat_part(stored, start, stop)
+            for positions in nonfinite_positions(part, self.dtype):
+                bits = part[positions]
+                new = bits != self._bits[start:stop][positions.cpu()].to(bits.device)
+                if bool(new.any()):
+                    yield positions[new] + start, bits[new]
 
     def fold(self, live: torch.Tensor) -> Iterator[Difference]:
         """Make the committed bits those of the live tensor, in place; yields each difference once it is written.

@@ -8,8 +8,7 @@ the manifest that ends them, without ever listing::
     RECORD/EPOCH/contents/OWNER/INCARNATION/CONTENT-DIGEST
     RECORD/meeting/LEADER
 
-Numbers have 20 decimal digits.  In names every byte outside ``[A-Za-z0-9_-]`` is written ``=XX`` (hexadecimal); a name
-longer than 120 characters after that is cut to 80 and ends in ``=.`` and the SHA-256 of the whole.
+Numbers have 20 decimal digits.  Names are written as ``dcr.s3.segment`` says.
 
 A payload's key has no digest in it: whoever looks for it cannot know the digest before the manifest, which comes last,
 and would have to list, or wait for an announcement.  What a digest in the key would be good for, that the objects of
@@ -18,7 +17,6 @@ taken compares the digest that the store keeps with the object; who reads compar
 compares the payload with the manifest (DESIGN D7).
 """
 
-import hashlib
 import re
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,13 +24,12 @@ from typing import Protocol
 from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
+from dcr.s3.segment import segment_of
 
 KEY_CHARS_MAX = 512
 """Longest key, in characters."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}")
-_NAME_CHARS_MAX = 120
-_NAME_CHARS_KEPT = 80
 _NUMBER_MAX = 2**64 - 1
 _EPOCH = re.compile(r"[0-9]{20}")
 _PAUSE_GROWTH = 1.5
@@ -231,8 +228,4 @@ def _number(what: str, value: int) -> str:
 def _name(what: str, name: str) -> str:
     if not name:
         raise RefusedError(f"object key: the {what} is empty")
-    raw = name.encode("utf-8", "surrogatepass")
-    encoded = re.sub(rb"[^A-Za-z0-9_-]", lambda match: b"=%02X" % match[0][0], raw).decode("ascii")
-    if len(encoded) > _NAME_CHARS_MAX:
-        return f"{encoded[:_NAME_CHARS_KEPT]}=.{hashlib.sha256(raw).hexdigest()}"
-    return encoded
+    return segment_of(name)

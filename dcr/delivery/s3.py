@@ -5,12 +5,10 @@ completed under that condition.  It carries a digest of its bytes, which every r
 not known, because the answer was lost or the key turns out to be taken, is settled by reading that digest back.
 """
 
-import base64
 import io
 import logging
 import re
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,20 +25,18 @@ from dcr.delivery.interface import (
     check_key,
     check_prefix,
 )
-from dcr.delivery.parallel import in_parallel
 from dcr.delivery.s3_address import PARTS_MAX, S3Address
-from dcr.delivery.s3_requests import DamagedAnswerError, S3AnswerError, S3Requests
 from dcr.delivery.traffic import Traffic, TrafficCounter
 from dcr.protocol.errors import RefusedError
+from dcr.s3.objects import DIGEST, answered, crc32_of, keys_of, list_pages
+from dcr.s3.parallel import in_parallel
+from dcr.s3.requests import DamagedAnswerError, S3AnswerError, S3Requests
 
 _log = logging.getLogger("dcr.delivery")
 
-_DIGEST = "dcr-xxh3-128"
-"""Name of the metadata that holds the digest."""
 _ROUNDS_MAX = 5
 """How often a put starts anew because its key was taken and then free, and a get because what came was not whole."""
 _OPEN_TRIES_MAX = 4
-_PAGE_KEYS = 1000
 _CHUNK_BYTES = 1 << 16
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 _BAD, _MISSING, _CONFLICT, _TAKEN, _NO_RANGE = 400, 404, 409, 412, 416
@@ -87,10 +83,16 @@ class S3Delivery:
         self.place = str(place)
         self._bucket, self._root = place.bucket, place.prefix
         self._counter = TrafficCounter()
-        self._requests = S3Requests(place, self._counter)
+        self._requests = S3Requests(
+            place,
+            tries_max=place.tries_max,
+            timeout_s=place.retry_timeout_s,
+            failed=lambda said, _: DeliveryError(said),
+            counter=self._counter,
+        )
         self.look_pause = LookPause(place.look_pause_s, place.look_pause_max_s)
         try:
-            self._page("opening it", self._root, {"MaxKeys": 1}, tries_max=_OPEN_TRIES_MAX)
+            next(self._pages("opening it", self._root, tries_max=_OPEN_TRIES_MAX, MaxKeys=1))
         except BaseException:
             self.close()
             raise
@@ -144,13 +146,13 @@ class S3Delivery:
 
     def _put_whole(self, key: str, data: bytes, digest: str) -> S3AnswerError | None:
         """Put in one request; an answer if the key is taken, perhaps by an earlier try whose answer was lost."""
-        crc = _crc(data)
+        crc = crc32_of(data)
         try:
             self._requests.call(
                 f"storing {key} ({len(data)} bytes)",
-                lambda client, _: _answered(
+                lambda client, _: answered(
                     client.put_object(
-                        **self._at(key), Body=data, IfNoneMatch="*", ChecksumCRC32=crc, Metadata={_DIGEST: digest}
+                        **self._at(key), Body=data, IfNoneMatch="*", ChecksumCRC32=crc, Metadata={DIGEST: digest}
                     )
                 ),
                 bytes_up=len(data),
@@ -164,8 +166,8 @@ class S3Delivery:
         """Send every part; nothing is to be seen of them until they are completed."""
         answer = self._requests.call(
             f"beginning to store {key} ({len(data)} bytes)",
-            lambda client, _: _answered(
-                client.create_multipart_upload(**self._at(key), ChecksumAlgorithm="CRC32", Metadata={_DIGEST: digest}),
+            lambda client, _: answered(
+                client.create_multipart_upload(**self._at(key), ChecksumAlgorithm="CRC32", Metadata={DIGEST: digest}),
                 "UploadId",
             ),
         )
@@ -173,10 +175,10 @@ class S3Delivery:
 
         def send(index: int) -> None:
             part = data[index * self._place.part_bytes : (index + 1) * self._place.part_bytes]
-            crc, number = _crc(part), index + 1
+            crc, number = crc32_of(part), index + 1
             sent = self._requests.call(
                 f"storing part {number} of {key} ({len(part)} bytes)",
-                lambda client, _: _answered(
+                lambda client, _: answered(
                     client.upload_part(
                         **self._at(key), UploadId=upload.upload_id, PartNumber=number, Body=part, ChecksumCRC32=crc
                     )
@@ -201,7 +203,7 @@ class S3Delivery:
         try:
             self._requests.call(
                 f"completing {upload.key} of its {len(parts)} parts",
-                lambda client, _: _answered(
+                lambda client, _: answered(
                     client.complete_multipart_upload(
                         **self._at(upload.key),
                         UploadId=upload.upload_id,
@@ -237,12 +239,12 @@ class S3Delivery:
         try:
             answer = self._requests.call(
                 f"reading back {key}",
-                lambda client, _: _answered(client.head_object(**self._at(key))),
+                lambda client, _: answered(client.head_object(**self._at(key))),
                 expected=(_MISSING,),
             )
         except S3AnswerError:
             return None
-        return int(answer["ContentLength"]), str(answer.get("Metadata", {}).get(_DIGEST, ""))
+        return int(answer["ContentLength"]), str(answer.get("Metadata", {}).get(DIGEST, ""))
 
     # ------------------------------------------------------------ get
 
@@ -288,16 +290,16 @@ class S3Delivery:
             answer = client.get_object(**self._at(key), **query)
             body = answer["Body"]
             try:
-                _answered(answer)
+                answered(answer)
                 length, size = int(answer["ContentLength"]), _size(answer)
                 if size > size_max:
                     raise RefusedError(f"object {key} in {self._place}: {size} bytes, more than the {size_max} allowed")
                 if length != (min(size, self._place.part_bytes) if "ContentRange" in answer else size):
                     raise DamagedAnswerError(f"{length} bytes were answered of an object of {size}")
-                digest = answer.get("Metadata", {}).get(_DIGEST)
+                digest = answer.get("Metadata", {}).get(DIGEST)
                 if digest is None:
                     raise DeliveryError(
-                        f"object {key} in {self._place}: has no metadata {_DIGEST}: something else wrote it; remove it"
+                        f"object {key} in {self._place}: has no metadata {DIGEST}: something else wrote it; remove it"
                     )
                 found = _Object(size, answer["ETag"], digest, io.BytesIO(bytes(size)), length)
                 self._fill(found, 0, length, body, deadline)
@@ -347,21 +349,21 @@ class S3Delivery:
     def keys(self, prefix: str) -> list[str]:
         """See Delivery."""
         check_prefix(prefix)
-        pages = self._pages(f"listing {prefix}", self._root + prefix, {})
-        return sorted(k[len(self._root) :] for page in pages for k in _keys(page))
+        pages = self._pages(f"listing {prefix}", self._root + prefix)
+        return sorted(k[len(self._root) :] for page in pages for k in keys_of(page))
 
     def segments(self, prefix: str) -> list[str]:
         """See Delivery."""
         check_prefix(prefix)
         whole = self._root + prefix
-        pages = self._pages(f"listing below {prefix}", whole, {"Delimiter": "/"})
+        pages = self._pages(f"listing below {prefix}", whole, Delimiter="/")
         return sorted(found["Prefix"][len(whole) : -1] for page in pages for found in page.get("CommonPrefixes", []))
 
     def delete_prefix(self, prefix: str) -> None:
         """See Delivery."""
         check_prefix(prefix)
-        for page in self._pages(f"listing {prefix}", self._root + prefix, {}):
-            if not (keys := _keys(page)):
+        for page in self._pages(f"listing {prefix}", self._root + prefix):
+            if not (keys := keys_of(page)):
                 continue
             answer = self._requests.call(f"deleting {prefix}", lambda client, _, keys=keys: self._delete(client, keys))  # type: ignore[misc]
             if errors := answer.get("Errors"):
@@ -386,7 +388,7 @@ class S3Delivery:
         while True:
             page = self._requests.call(
                 f"listing uploads below {prefix}",
-                lambda client, _, marker=marker: _answered(  # type: ignore[misc]
+                lambda client, _, marker=marker: answered(  # type: ignore[misc]
                     client.list_multipart_uploads(Bucket=self._bucket, Prefix=self._root + prefix, **marker), "Bucket"
                 ),
             )
@@ -399,24 +401,8 @@ class S3Delivery:
                 return
             marker = after
 
-    def _pages(self, stage: str, prefix: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        token = ""
-        while True:
-            page = self._page(stage, prefix, {**query, **({"ContinuationToken": token} if token else {})})
-            yield page
-            after = str(page.get("NextContinuationToken", ""))
-            if not page.get("IsTruncated") or after in {"", token}:
-                return
-            token = after
-
-    def _page(self, stage: str, prefix: str, query: dict[str, Any], tries_max: int | None = None) -> dict[str, Any]:
-        query = {"MaxKeys": _PAGE_KEYS, **query}
-        found: dict[str, Any] = self._requests.call(
-            stage,
-            lambda client, _: _answered(client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **query), "Name"),
-            tries_max=tries_max,
-        )
-        return found
+    def _pages(self, stage: str, prefix: str, **query: Any) -> Iterator[dict[str, Any]]:
+        return list_pages(self._requests, self._bucket, stage, prefix, **query)
 
     # ------------------------------------------------------------ small things
 
@@ -427,18 +413,6 @@ class S3Delivery:
         return -(-size // self._place.part_bytes)
 
 
-def _crc(data: bytes) -> str:
-    """CRC-32 as S3 writes it; the store compares it with what came."""
-    return base64.b64encode(zlib.crc32(data).to_bytes(4)).decode()
-
-
-def _answered(answer: dict[str, Any], field_name: str = "ETag") -> dict[str, Any]:
-    """The answer, if it is one of S3: what a portal or a wrong server says with status 200 lacks what must be there."""
-    if not answer.get(field_name):
-        raise DamagedAnswerError(f"an answer without {field_name}, as no S3 server gives")
-    return answer
-
-
 def _size(answer: dict[str, Any]) -> int:
     """Size of the whole object that an answer holds the beginning of."""
     if "ContentRange" not in answer:
@@ -447,10 +421,6 @@ def _size(answer: dict[str, Any]) -> int:
     if match is None or match[1] != "0":
         raise DamagedAnswerError("the beginning was asked for, and another part answered")
     return int(match[3])
-
-
-def _keys(page: dict[str, Any]) -> list[str]:
-    return [found["Key"] for found in page.get("Contents", [])]
 
 
 def _date(answer: dict[str, Any]) -> datetime:

@@ -84,6 +84,8 @@ class Conductor(Registrar):
         attempts = 0 if tr is None else tr.attempts
         if tr is None:
             self._must("OpenAttempt", self.seats.ready, "not every owner has offered a candidate")
+            refused = self.seats.refused
+            self._must("OpenAttempt", not refused, f"an owner refuses its candidate: {refused}")
             self._must("OpenAttempt", not self.unaware, "an owner still waits with the push that ended last")
         self._must("OpenAttempt", kind is not Kind.RESTORE, "a restore is no attempt")
         self._must("OpenAttempt", kind is not Kind.RELATIVE or not attempts, "only the first attempt may be relative")

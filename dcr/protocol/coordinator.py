@@ -330,6 +330,12 @@ class Coordinator(Conductor):
     # ------------------------------------------------------------ attempts
 
     def _open_attempt_or_wait(self, tr: OpenTransition | None) -> list[Effect]:
+        if self.seats.refused:
+            self._failures, self._warnings = [], []
+            return self._push_over(
+                f"{self.seats.refused}; nothing was opened or sent, and engines go on serving: push again with other "
+                "weights"
+            )
         counted = 0 if tr is None else tr.attempts
         if self._budget_from is None:
             if tr is not None and not self._goes_on(tr):

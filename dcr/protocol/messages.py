@@ -213,6 +213,8 @@ class CandidateReady(_Message, frozen=True):
     incarnation: int
     push: int
     """1, 2, 3, ...: which push of this incarnation."""
+    refused: str = ""
+    """Why this rank's weights may not become a version: then the push ends on every rank, and nothing is opened."""
 
 
 class Withdraw(_Message, frozen=True):

@@ -22,6 +22,8 @@ class Seat:
     baseline_digest: str = ""
     ready: int = 0
     """The push that waits for its outcome; 0 if none does."""
+    refused: str = ""
+    """Why the weights of that push may not become a version; empty if they may."""
     done: int = 0
     """The last push that got its outcome."""
 
@@ -71,6 +73,11 @@ class Seats:
     def ready(self) -> bool:
         """True when every owner has offered a candidate."""
         return all(seat.ready for _, seat in self)
+
+    @property
+    def refused(self) -> str:
+        """Why what is offered may not become a version, by every owner that says so; empty if none does."""
+        return "; ".join(seat.refused for _, seat in self if seat.ready and seat.refused)
 
     @property
     def pushes(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ def event_folder(setting: str, control: str) -> str:
     Args:
         setting: ``event_log`` of the settings: ``beside``, ``off``, or a folder.
         control: address of the control plane; for ``sqlite:///tmp/run/record.db`` the folder that is meant by
-            ``beside`` is ``/tmp/run/record.db.events``; a record in etcd has no folder beside it.
+            ``beside`` is ``/tmp/run/record.db.events``; a record in etcd or in a bucket has no folder beside it.
 
     Raises:
         RefusedError: the address has another form.

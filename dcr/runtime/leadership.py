@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
-from dcr.control_plane.lease import LeadershipLostError, LeaseHeldError
+from dcr.control_plane.lease import LeadershipLostError, Lease, LeaseHeldError
 from dcr.protocol.errors import DcrError
 
 _log = logging.getLogger("dcr.coordinator")
@@ -20,7 +20,7 @@ class Leadership:
 
     Whoever starts a coordinator says with it that this one leads: the lease of an older one is taken over.  While the
     control plane is away nothing is known, and the thread asks on; every write is held to the lease by the control
-    plane itself.
+    plane itself.  Where that keeps no leases there is neither, and a warning says what has to be seen to instead.
 
     Args:
         control: control plane.
@@ -45,6 +45,15 @@ class Leadership:
         self._control = control
         self._lost = lost
         self._ended = threading.Event()
+        self.lease: Lease | None = None  # of a control plane that keeps none
+        if not control.leases:
+            _log.warning(
+                "record %s is kept where there are no leases: that only one coordinator runs is guaranteed by whoever "
+                "starts trainers (a scheduler that never runs two of this job), not by dcr; a second one overtakes "
+                "this one, which then ends by name",
+                record_id,
+            )
+            return
         for left in reversed(range(_TAKE_OVERS_MAX)):
             current = control.leader(record_id)
             try:
@@ -55,27 +64,29 @@ class Leadership:
             except LeaseHeldError:  # another one that starts was faster, or gave up meanwhile
                 if not left:
                     raise
-        self._thread = threading.Thread(target=self._renew, name="dcr-lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, args=(self.lease,), name="dcr-lease", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Lead no more; the next leader need not wait for it."""
+        if self.lease is None:
+            return
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(DcrError):  # then it runs out by itself
             self._control.release(self.lease)
 
-    def _renew(self) -> None:
-        while not self._ended.wait(self.lease.lease_s / _RENEWALS_A_LEASE):
+    def _renew(self, lease: Lease) -> None:
+        while not self._ended.wait(lease.lease_s / _RENEWALS_A_LEASE):
             try:
-                self._control.renew(self.lease)
+                self._control.renew(lease)
             except ControlPlaneUnavailableError as e:
-                _log.warning("%s: not renewed: %s", self.lease, e)
+                _log.warning("%s: not renewed: %s", lease, e)
             except LeadershipLostError as e:
                 self._lost(e)
                 return
             except DcrError as e:
-                _log.error("%s: not renewed: %s", self.lease, e)
+                _log.error("%s: not renewed: %s", lease, e)
 
 
 def why_lost(error: LeadershipLostError) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
 from dcr.data_plane.change_counts import by_layer, in_words, layer_of
 from dcr.data_plane.content_digest import ContentDigest
+from dcr.data_plane.nonfinite import listed
 from dcr.data_plane.nvtx import stage
 from dcr.data_plane.payload import payload_digest
 from dcr.delivery.interface import Delivery, contents_key, manifest_key
@@ -125,6 +126,7 @@ class OwnerHost:
         self._begun = ""  # token of the candidate of which something may have been delivered last
         self._push = 0
         self._waiting = False
+        self._refusal: str | None = None  # why what is pushed may not become a version; None: not known yet
         self._outcome: Outcome | None = None
         self._fault = ""
         self._changed = threading.Condition()
@@ -177,8 +179,13 @@ class OwnerHost:
             self._push += 1
             self._outcome = None
             self._fault = ""
+            self._refusal = None if self._settings.refuse_nonfinite else ""
             self._waiting = True
-        self._post(self._ready)
+            push = self._push
+        if self._settings.refuse_nonfinite:
+            self._work.put(lambda: self._look_through(push))
+        else:
+            self._post(self._ready)
         try:
             outcome = self._wait_outcome()
         finally:
@@ -272,9 +279,29 @@ class OwnerHost:
         return self._ready()
 
     def _ready(self) -> list[role.Effect]:
-        if self._waiting:
-            self._send(CandidateReady(self._source.owner, self._incarnation, self._push))
+        if self._waiting and self._refusal is not None:
+            name, incarnation = self._source.owner, self._incarnation
+            self._send(CandidateReady(name, incarnation, self._push, refused=self._refusal))
         return []
+
+    def _look_through(self, push: int) -> None:
+        """Whether the weights that are pushed may become a version, before they are offered.
+
+        Here and not in detection: payloads leave while it goes on, on every rank at its own pace, and engines apply
+        them as they come.
+        """
+        try:
+            found = self._source.nonfinite()
+            refusal = f"{self._source.owner} brings {listed(found)} (setting refuse_nonfinite)" if found else ""
+        except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the push by its name
+            refusal = f"{self._source.owner}: {type(e).__name__}: {e}"
+
+        def offer() -> list[role.Effect]:
+            if push == self._push:
+                self._refusal = cut(refusal)
+            return self._ready()
+
+        self._post(offer)
 
     def _order(self, data: bytes) -> Sequence[role.Effect]:
         order = decode_order(data)
@@ -382,7 +409,7 @@ class OwnerHost:
         candidate = order.base.candidate
         if order.base.kind is not Kind.RESTORE and order.target == order.base.version and candidate == self._begun:
             return candidate in self._found
-        return order.base.kind is Kind.RESTORE or self._waiting
+        return order.base.kind is Kind.RESTORE or (self._waiting and self._refusal == "")
 
     def _seal(self, m: Manifest) -> None:
         key = manifest_key(m.record_id, m.target, m.epoch, m.owner, m.owner_incarnation)

@@ -51,6 +51,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Payloads that an owner sends to the store at once."""
     chunk_elements: int = 1 << 22
     """Elements compared with the baseline at a time."""
+    refuse_nonfinite: bool = False
+    """Refuse weights with NaN or infinities that the last version has not: ``push`` raises on every rank, before
+    anything is opened or sent (``bench/fold.py`` measures what it costs)."""
     members_min: int = 1
     """Fewest engines that a commit needs."""
     attempts_max: int = 4
@@ -111,7 +114,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Events waiting in one role's queue."""
     event_log: str = "beside"
     """Where every process writes the protocol steps that it takes (docs/event-log.md): in the folder
-    ``<record>.events`` (``beside``; nowhere if the record is in etcd), nowhere (``off``), or in the folder that is
+    ``<record>.events`` (``beside``; nowhere if the record is in no file), nowhere (``off``), or in the folder that is
     named here by its absolute path."""
     event_log_bytes_max: int = 256 << 20
     """Bytes that one actor of a process writes there; then its log ends, with a warning."""
@@ -137,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise RefusedError(f"setting bucket_bytes: {self.bucket_bytes} is more than {BUCKET_BYTES_MAX}")
         for name in self.__struct_fields__:
             value, largest = getattr(self, name), _LARGEST.get(name, LARGEST)
-            if not isinstance(value, str) and not 0 < value <= largest:
+            if not isinstance(value, str | bool) and not 0 < value <= largest:
                 raise RefusedError(f"setting {name}: {value!r} must be greater than 0 and at most {largest:.6g}")
         if self.serve_lease_s <= self.record_poll_s:
             raise RefusedError(

@@ -6,6 +6,7 @@ from typing import Protocol
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import Change, TensorSpec
+from dcr.data_plane.nonfinite import NonFinite
 from dcr.protocol.identity import Kind
 
 
@@ -64,6 +65,13 @@ class Source(Protocol):
 
         For every kind but restore the weights must stay as they are until the iterator is exhausted; a restore reads
         the baseline alone.
+        """
+        ...
+
+    def nonfinite(self) -> Mapping[str, NonFinite]:
+        """NaN and infinities among this owner's elements that its baseline has not, by canonical tensor with any.
+
+        The weights must stay as they are meanwhile; DcrError if they are not what this source was made for.
         """
         ...
 

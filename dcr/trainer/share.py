@@ -19,6 +19,7 @@ from dcr.data_plane.index_map import IndexMap
 from dcr.data_plane.item import Change, TensorSpec
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.kernels.stream_kernels import Difference
+from dcr.data_plane.nonfinite import NonFinite, count_nonfinite
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind
@@ -172,6 +173,27 @@ class Share:
         self._changes_found = {}
         live = look()
         return self._dense(live) if kind is Kind.DENSE else self._detect(live)
+
+    def nonfinite(self, look: Callable[[], Live]) -> dict[str, NonFinite]:
+        """NaN and infinities among the owned elements of the live weights, by canonical tensor that has any.
+
+        One reading of the live weights, with no copy.  What the tracker holds already, such as a mask of -inf, is not
+        told of.  Not collective.
+
+        Args:
+            look: finds the live tensors, or refuses.
+        """
+        live = look()
+        found: dict[str, NonFinite] = {}
+        for shard in self._shards:
+            tensor = live(shard.number)
+            if tensor is None:
+                continue
+            for positions, bits in shard.tracker.nonfinite(tensor):
+                for change in self._project(shard, positions, None, bits):
+                    name = change.spec.name
+                    found[name] = found.get(name, NonFinite()) + count_nonfinite(change.new, change.spec.dtype)
+        return found
 
     def fold(self, expected: ContentDigest, look: Callable[[], Live]) -> None:
         """Bring the baseline to the live weights in place, after the commit (D13); may be run again at any time.

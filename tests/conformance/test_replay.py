@@ -29,6 +29,7 @@ UNSEEN = {
     "conductor.py: open_attempt: an owner still waits with the push that ended last": (
         "the specification's push is over then"
     ),
+    "conductor.py: open_attempt: an owner refuses its candidate:": "the specification's owners offer what they hold",
     "conductor.py: commit: the owners sealed other content than the record names": (
         "the specification's owners fail first, each by its own seal"
     ),

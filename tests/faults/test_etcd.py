@@ -1,10 +1,6 @@
 """Real kills, a held server and answers that get lost under the etcd control plane."""
 
-import random
 import signal
-import subprocess
-import sys
-import threading
 import time
 
 import pytest
@@ -20,36 +16,9 @@ from dcr.control_plane.interface import (
 from dcr.control_plane.lease import LeadershipLostError
 from tests.bad_network import BadNetwork
 from tests.etcd_server import HINT, EtcdServer, etcd_binary
+from tests.faults.record_writers import kills_lose_nothing, write
 
 pytestmark = pytest.mark.skipif(etcd_binary() is None, reason=HINT)
-
-# Says what it tries before, and what came of it after; goes on when the server is back.
-WRITER = """
-import itertools, os, sys, time
-from dcr.control_plane.address import open_control_plane
-from dcr.control_plane.interface import *
-plane = open_control_plane(sys.argv[1], ControlPlaneSettings(history_max=1_000_000))
-def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-for i in itertools.count():
-    operation = f"{sys.argv[2]}.{i}"
-    try:
-        stored = plane.read("run")
-    except ControlPlaneUnavailableError:
-        time.sleep(0.05)
-        continue
-    expected = stored and stored.revision
-    say("try", operation, expected)
-    try:
-        done = plane.compare_and_set("run", expected, operation.encode() * 100, operation_id=operation,
-                                     actor=sys.argv[2], reason="write")
-        say("ack", operation, done.revision)
-    except ConflictError:
-        say("not", operation, expected)
-    except UnknownOutcomeError:
-        say("unknown", operation, expected)
-    except ControlPlaneUnavailableError:
-        say("not", operation, expected)
-"""
 
 
 @pytest.fixture
@@ -60,15 +29,9 @@ def server(tmp_path):
     made.kill()
 
 
-def write(plane, expected, operation, lease=None):
-    return plane.compare_and_set(
-        "run", expected, operation.encode() * 100, operation_id=operation, actor="t", reason="r", lease=lease
-    )
-
-
 @pytest.mark.parametrize(("contenders", "kills"), [(4, 2), pytest.param(20, 8, marks=pytest.mark.long)])
 def test_kills_of_server_and_writers_lose_nothing_acknowledged(server, contenders, kills):
-    kills_lose_nothing(f"{server.address}/run", [server], contenders, kills)
+    kills_lose_nothing(f"{server.address}/run", killing([server]), contenders, kills)
 
 
 @pytest.mark.long
@@ -77,82 +40,27 @@ def test_kills_of_members_lose_nothing_acknowledged(tmp_path):
     members = EtcdServer.cluster(tmp_path, 3)
     try:
         hosts = ",".join(f"127.0.0.1:{member.port}" for member in members)
-        kills_lose_nothing(f"etcd://{hosts}/run", members, 20, 9)
+        kills_lose_nothing(f"etcd://{hosts}/run", killing(members), 20, 9)
     finally:
         for member in members:
             member.kill()
 
 
-def kills_lose_nothing(address, servers, contenders, kills):
-    rng = random.Random(7)
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, address, f"w{i}"], stdout=subprocess.PIPE, text=True)
-        for i in range(contenders)
-    ]
-    said = [[] for _ in writers]
-    listeners = [
-        threading.Thread(target=lambda w=w, lines=lines: lines.extend(w.stdout))
-        for w, lines in zip(writers, said, strict=True)
-    ]
-    for listener in listeners:
-        listener.start()
-    try:
-        for turn in range(kills):
-            before = [len(lines) for lines in said]
-            deadline = time.monotonic() + 60
-            while any(len(lines) < n + 6 for lines, n in zip(said, before, strict=True)):  # all are at work
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            time.sleep(rng.uniform(0, 0.2))
-            dead = rng.sample(servers, min(len(servers), 1 + turn % 2))
-            for server in dead:
-                server.kill(signal.SIGKILL)
-            if len(dead) < len(servers):
-                time.sleep(rng.uniform(0, 2))  # a majority elects, or a minority waits
-            for server in dead:
-                server.launch()
-            for server in dead:
-                server.wait_ready()
-        time.sleep(0.3)
-    finally:
-        for writer in writers:
-            writer.send_signal(signal.SIGKILL)
-            writer.wait()
-        for listener in listeners:
-            listener.join(30)
+def killing(servers):
+    """One server, then two at a time where there are so many, and so on."""
 
-    acked, refused, doubtful = {}, set(), {}
-    for line in (line for lines in said for line in lines):
-        word, operation, revision = line.split()
-        if word == "ack":
-            acked[operation] = int(revision)
-        elif word == "not":
-            refused.add(operation)
-        else:
-            doubtful[operation] = None if revision == "None" else int(revision)
-    for done in (*acked, *refused):
-        doubtful.pop(done, None)
-    plane = open_control_plane(address, ControlPlaneSettings(history_max=1_000_000))
-    assert len(set(acked.values())) == len(acked) > 5 * kills  # one winner a revision
-    for operation, revision in acked.items():
-        assert plane.operation_revision("run", operation) == revision
-    assert not any(plane.operation_revision("run", operation) for operation in refused)
-    # Resolve every doubt as DESIGN D3 has it: read back, or repeat with the same id; either way once.
-    for operation, expected in doubtful.items():
-        revision = plane.operation_revision("run", operation)
-        try:
-            stored = write(plane, expected, operation)
-            assert revision in (None, stored.revision)
-            acked[operation] = stored.revision
-        except ConflictError:
-            if revision is not None:
-                acked[operation] = revision
-    history = plane.history("run", 1_000_000)
-    assert {e.operation_id: e.revision for e in history} == acked
-    assert [e.revision for e in history] == list(range(len(acked), 0, -1))
-    last = max(acked, key=acked.get)
-    assert plane.read("run") == Stored(acked[last], last.encode() * 100, last)
-    plane.close()
+    def disturb(turn, rng):
+        dead = rng.sample(servers, min(len(servers), 1 + turn % 2))
+        for server in dead:
+            server.kill(signal.SIGKILL)
+        if len(dead) < len(servers):
+            time.sleep(rng.uniform(0, 2))  # a majority elects, or a minority waits
+        for server in dead:
+            server.launch()
+        for server in dead:
+            server.wait_ready()
+
+    return disturb
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One of two training ranks is killed in the middle of its emission: a named end, and nothing torn in service."""
+"""One of two training ranks is killed in the middle of its emission, or holds no numbers: a named end, nothing torn."""
 
 import multiprocessing as mp
 import os
@@ -62,6 +62,8 @@ def _train(rank, folder, addresses, pipe) -> None:
             FolderDelivery.put = dying_put  # type: ignore[method-assign]
         elif command == "step":
             step(policy, *args)
+        elif command == "put":
+            put_into(policy, *args)
         elif command == "push":
             try:
                 report = refit.push()
@@ -77,12 +79,19 @@ def step(policy: Policy, seed: int, names: set[str]) -> None:
     policy.load_state_dict(kept, strict=False)
 
 
+def put_into(policy: Policy, name: str, values: list[float]) -> None:
+    """Set the first elements of a tensor."""
+    with torch.no_grad():
+        policy.get_parameter(name).view(-1)[: len(values)] = torch.tensor(values)
+
+
 class Run:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
+        self.folder = folder
         self.addresses: dict[str, Any] = {
             "control": f"sqlite://{folder}/record.db",
             "delivery": f"file://{folder}/payloads",
-            "settings": {**SETTINGS, "owners_timeout_s": 3.0},
+            "settings": {**SETTINGS, "owners_timeout_s": 3.0, **(settings or {})},
         }
         self.policy = Policy()
         checkpoint = folder / "v0"
@@ -98,6 +107,11 @@ class Run:
         step(self.policy, seed, names)
         for r in self.ranks:
             r.send("step", seed, names)
+
+    def put(self, name: str, values: list[float]) -> None:
+        put_into(self.policy, name, values)
+        for r in self.ranks:
+            r.send("put", name, values)
 
     def push(self) -> None:
         for r in self.ranks:
@@ -165,3 +179,28 @@ def test_an_owner_killed_in_the_middle_of_its_emission(run: Run, torn: bool) -> 
             run.check(2, run.policy.state_dict())
     else:
         run.check(1, committed)  # it goes on serving, with nobody to push to it
+
+
+def test_weights_that_are_no_numbers_on_one_rank_are_refused_on_both_and_nothing_is_sent(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"refuse_nonfinite": True})
+    try:
+        numbers = (run.owned[0] | run.owned[1]) - {"embed"}  # whose steps bring NaN on purpose
+        bad = min(run.owned[1] - {"embed"})
+        run.check(0, dict(run.policy.state_dict()))
+        before = run.record()
+        run.step(1, numbers)
+        run.put(bad, [float("nan"), float("-inf"), float("inf")])
+        run.push()
+        errors = [r.answer() for r in run.ranks]
+        assert errors[0] == errors[1]
+        assert f"rank-1 brings 1 NaN, 2 infinite elements in 1 tensors: {bad} (1 NaN, 2 infinite)" in errors[0]
+        assert "nothing was opened or sent" in errors[0]
+        assert run.record() == before
+        assert not list(run.folder.glob("payloads/**/*.payload"))
+        assert run.node.version == 0
+        run.put(bad, [0.5, 0.25, 0.125])
+        run.push()
+        assert [r.answer() for r in run.ranks] == [(1, "relative")] * 2
+        run.check(1, dict(run.policy.state_dict()))
+    finally:
+        run.close()

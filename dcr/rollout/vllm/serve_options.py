@@ -78,7 +78,8 @@ _OPTIONS: dict[str, dict[str, object]] = {
     "--dcr-control": {
         "required": True,
         "help": "where the commit record is, the same for the trainer: sqlite:///tmp/run/record.db is the file "
-        "/tmp/run/record.db; or etcd://host:port/prefix?... (docs/control-plane.md); must be given",
+        "/tmp/run/record.db; or etcd://host:port/prefix?..., s3://bucket/prefix?... (docs/control-plane.md); must be "
+        "given",
     },
     "--dcr-delivery": {
         "required": True,

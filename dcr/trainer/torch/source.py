@@ -11,6 +11,7 @@ from dcr.data_plane.bits import bit_view
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import Change, TensorSpec
+from dcr.data_plane.nonfinite import NonFinite
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
@@ -130,6 +131,14 @@ class TorchSource:
             RefusedError: as ``Share.changes``, or if the model's tensors are not the ones this source was made for.
         """
         return self._share.changes(kind, self._look)
+
+    def nonfinite(self) -> Mapping[str, NonFinite]:
+        """New NaN and infinities among the owned elements, by canonical tensor; not collective.  See ``Share``.
+
+        Raises:
+            RefusedError: as ``changes``.
+        """
+        return self._share.nonfinite(self._look)
 
     def fold(self, expected: ContentDigest) -> None:
         """Bring the baseline to the live weights in place, after the commit (D13); may be run again at any time.

@@ -72,7 +72,7 @@ REPORTS = (
     m.AttemptFailed("e0", 1, 10, "the loader raised", STATE),
     m.Serving("e0", 1, 10, 7),
     m.OwnerJoin("o0", 9, 1, D0),
-    m.CandidateReady("o0", 9, 5),
+    m.CandidateReady("o0", 9, 5, "o0 holds 3 NaN"),
     m.Withdraw("o0", 9, 5),
     m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}, LAYERS),
     m.EmitFailed("o0", 9, 10, "its push was given up", fatal=True, given_up=5),

@@ -279,6 +279,15 @@ def test_engines_that_do_not_admit_the_kind_are_left_out_and_others_by_name() ->
     assert [m.engine for m in at.record.members] == ["a", "b", "torn"]
 
 
+def test_weights_that_an_owner_refuses_are_no_candidate() -> None:
+    at = idle()
+    at.owner(CandidateReady("o", 1, 1, refused="o brings 3 NaN"))
+    with pytest.raises(RefusedError, match="an owner refuses its candidate: o brings 3 NaN"):
+        at.c.open_attempt(Kind.RELATIVE)
+    at.owner(CandidateReady("o", 1, 2))
+    at.do(at.c.open_attempt(Kind.RELATIVE))
+
+
 def test_an_attempt_needs_enough_engines() -> None:
     at = offered(members_min=2)
     with pytest.raises(RefusedError, match="1 engines can take part, and 2 are needed"):

@@ -297,6 +297,42 @@ def test_the_operator_can_order_a_dense_push() -> None:
     assert at.take()[-1].base.kind is Kind.DENSE
 
 
+def test_weights_that_one_rank_refuses_end_the_push_on_every_rank_and_open_nothing() -> None:
+    at = Leader(owners=("o", "p"))
+    half = f"{5:032x}"
+    for owner in ("o", "p"):
+        at.owner(OwnerJoin(owner, 1, 1, half))
+    at.joins("a")
+    at.take()
+    before = at.record
+    at.owner(CandidateReady("p", 1, 1, refused="p holds 3 NaN"))
+    assert at.take() == []  # the other rank may have more to say
+    at.push()
+    outcomes = at.take()
+    assert [type(o) for o in outcomes] == [Outcome, Outcome]
+    assert [(o.incarnation, o.push) for o in outcomes] == [(1, 1), (1, 1)]
+    assert len({o.error for o in outcomes}) == 1
+    assert outcomes[0].error.startswith("p holds 3 NaN; nothing was opened or sent")
+    assert at.record == before
+    # Asked again, after its connection was lost: the same answer.  And the next push is another one.
+    at.push()
+    assert [o.error for o in at.take()] == [outcomes[0].error]
+    at.push(2)
+    assert at.take() == []
+    at.owner(CandidateReady("p", 1, 2))
+    assert at.reasons[-1] == "OpenAttempt"
+
+
+def test_weights_that_are_refused_leave_a_stopped_transition_as_it_is() -> None:
+    at = stopped(D1)
+    before = at.record
+    at.owner(CandidateReady("o", 1, 2, refused="o holds 1 NaN"))
+    assert at.take()[-1].error.startswith("o holds 1 NaN")
+    assert at.record == before
+    at.push(3)
+    assert at.reasons[-1] == "OpenAttempt"
+
+
 def test_fewer_than_members_min_wait_and_then_the_push_ends() -> None:
     at = attempting("a", members_min=2)
     assert at.reasons[-1] == "Admit"

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 
 import pytest
 import torch
@@ -139,3 +140,79 @@ def test_the_report_of_a_later_attempt_counts_what_changed_once_and_the_log_says
     assert f"absolute attempt of epoch {epoch}: {total} of {elements} elements changed" in caplog.text
     fleet.check(e)
     assert told(fleet.push(dense=True).layers) == {}  # it compares nothing, and does not pretend to
+
+
+def numbers(fleet, seed):
+    """A step without the NaN and infinities that the policy's own brings."""
+    with torch.no_grad():
+        for t in fleet.policy.parameters():
+            t.add_((torch.rand(t.shape, generator=torch.Generator().manual_seed(seed)) < 0.1).to(t.dtype))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_weights_that_are_no_numbers_are_refused_if_asked_and_engines_notice_nothing(tmp_path, dense):
+    fleet = Fleet(tmp_path, {"refuse_nonfinite": True})
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        for version in (1, 2):
+            before, taken = fleet.record(), len(fleet.steps)
+            numbers(fleet, version)
+            kept = fleet.policy.scale[3].clone()
+            fleet.policy.scale[3] = float("inf")
+            fleet.policy.q[2, :5] = float("nan")
+            for _ in range(2):  # and again, as nothing was opened
+                with pytest.raises(PushError, match=r"^rank-0 brings 5 NaN, 1 infinite elements in 2 tensors: q \("):
+                    fleet.refit.push(dense=dense)
+            assert fleet.record() == before
+            assert not {"OpenAttempt", "Prepare", "CloseGate", "Emit"} & set(actions(fleet)[taken:])
+            assert not list(fleet.payloads.glob(f"default/{before.epoch + 1:020d}/**/*"))
+            fleet.policy.scale[3], fleet.policy.q[2, :5] = kept, 1.0
+            report = fleet.push(dense=dense)
+            assert (report.version, report.kind, report.attempts) == (version, "dense" if dense else "relative", 1)
+            fleet.check(e)
+    finally:
+        fleet.close()
+
+
+def test_after_a_stop_the_same_weights_are_looked_through_again(tmp_path):
+    fleet = Fleet(tmp_path, {"refuse_nonfinite": True, "attempts_max": 1})
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        numbers(fleet, 1)
+        fleet.once("OpenApply", lambda step: rewrite(fleet.objects(step.epoch)[-1], flip))
+        with pytest.raises(PushError, match="the transition stopped"):
+            fleet.refit.push()
+        kept = fleet.policy.up[0, 0].clone()
+        fleet.policy.up[0, 0] = float("nan")
+        with pytest.raises(PushError, match=r"1 NaN, 0 infinite elements in 1 tensors: up"):
+            fleet.refit.push()
+        assert fleet.record().open.stopped
+        fleet.policy.up[0, 0] = kept
+        report = fleet.push()
+        assert (report.kind, report.version) == ("absolute", 1)
+        fleet.check(e)
+    finally:
+        fleet.close()
+
+
+def test_weights_are_not_offered_before_they_are_looked_through_even_if_the_connection_comes_anew(tmp_path):
+    fleet = Fleet(tmp_path, {"refuse_nonfinite": True})
+    try:
+        fleet.check(fleet.engine("a"))
+        host, look = fleet.refit._host, fleet.refit.source.nonfinite
+
+        def slow():
+            host._post(host._connected)
+            time.sleep(0.3)
+            return look()
+
+        fleet.refit.source.nonfinite = slow
+        fleet.policy.up[0, 0] = float("nan")
+        before = fleet.record()
+        with pytest.raises(PushError, match="rank-0 brings 1 NaN"):
+            fleet.refit.push()
+        assert fleet.record() == before
+    finally:
+        fleet.close()

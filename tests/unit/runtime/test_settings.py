@@ -13,6 +13,7 @@ def test_every_default_is_a_bound():
             "readback": ("restore",),
             "channel": ("loopback",),
             "event_log": ("beside",),
+            "refuse_nonfinite": (False,),
         }
         assert value in choices[name] if name in choices else value > 0
 

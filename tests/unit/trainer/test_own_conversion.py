@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr.data_plane.bits import bit_view
+from dcr.data_plane.nonfinite import NonFinite
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.trainer.megatron import learner, projection
@@ -352,3 +353,13 @@ def test_a_lost_baseline_is_followed_by_a_dense_attempt_of_everything():
     assert same(applied(source, Kind.DENSE, {n: torch.zeros_like(b) for n, b in new.items()}), new)
     source.fold(source.candidate_digest)
     refit(source, own, lambda: own.tensors[0].mul_(2))
+
+
+def test_nan_and_infinities_are_found_in_direct_and_residual_tensors():
+    own = Own(weights((3, 4), (2, 4)), lambda n, t: {"w0": t.t()} if n == 0 else scaled(n, t))
+    source = MegatronSource(own, chunk_elements=5)
+    assert names(source) == {"q", "scale"}
+    own.tensors[0][2, 1] = float("nan")
+    own.tensors[1][0, 0] = float("inf")
+    source.prepare()
+    assert source.nonfinite() == {"w0": NonFinite(1, 0), "scale": NonFinite(0, 1)}  # q is of integers

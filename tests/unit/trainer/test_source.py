@@ -8,6 +8,7 @@ from torch import nn
 
 from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
+from dcr.data_plane.nonfinite import NonFinite
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
@@ -430,3 +431,21 @@ def test_states_that_cannot_travel_are_refused(change, reason):
     change(model)
     with pytest.raises(RefusedError, match=reason):
         TorchSource(model)
+
+
+def test_nan_and_infinities_are_found_in_owned_elements_by_canonical_tensor():
+    net = Net()
+    source = TorchSource(net, save_path=save_path, chunk_elements=7)
+    assert source.nonfinite() == {}
+    with torch.no_grad():
+        net.experts[1, 5, 2] = float("nan")
+        net.q[2, 1] = float("inf")
+        net.k[0, 0] = float("-inf")
+        net.k[2, 3] = float("nan")
+        net.scale.fill_(float("nan"))
+        net.cache[3] = float("nan")  # in no checkpoint
+    assert source.nonfinite() == {
+        "experts.1.up": NonFinite(1, 0),
+        "qk": NonFinite(1, 2),
+        "model.scale": NonFinite(1, 0),
+    }

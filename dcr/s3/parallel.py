@@ -29,9 +29,7 @@ def in_parallel(act: Callable[[int], None], count: int, threads_max: int) -> Non
             except BaseException as e:  # noqa: BLE001 - raised where they are waited for
                 errors.append(e)
 
-    threads = [
-        threading.Thread(target=work, name="dcr-delivery-part", daemon=True) for _ in range(min(count, threads_max))
-    ]
+    threads = [threading.Thread(target=work, name="dcr-s3", daemon=True) for _ in range(min(count, threads_max))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import boto3
 import botocore.session
@@ -36,9 +36,8 @@ from botocore.loaders import create_loader
 from botocore.parsers import ResponseParserError
 from urllib3.exceptions import HTTPError
 
-from dcr.delivery.interface import DeliveryError
-from dcr.delivery.s3_address import S3Address
-from dcr.delivery.traffic import TrafficCounter
+from dcr.protocol.errors import DcrError
+from dcr.s3.place import S3Place
 
 _T = TypeVar("_T")
 
@@ -54,7 +53,7 @@ _THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExce
 _DAMAGED = {"BadDigest", "InvalidDigest", "IncompleteBody", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 _CREDENTIALS = (
     "check what boto3 finds where this process runs (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, the "
-    "machine's role) and the rights that docs/delivery.md lists"
+    "machine's role) and the rights that {page} lists"
 )
 _SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
@@ -75,36 +74,76 @@ class DamagedAnswerError(Exception):
     """An answer is not what the store means to say: cut short, or not of the form that it must have."""
 
 
+_ERRORS = (BotoCoreError, ClientError, HTTPError, OSError, DamagedAnswerError)
+
+
+class LostAnswerError(Exception):
+    """A request that was sent once may have taken effect: no answer came that tells."""
+
+
+class Counter(Protocol):
+    """What is told of every try."""
+
+    def asked(self, bytes_up: int = 0) -> None:
+        """A request is sent, with so many bytes of an object."""
+
+    def again(self, reason: str) -> None:
+        """A request failed for a reason, and is repeated."""
+
+
 @dataclass(frozen=True)
 class _Fault:
-    """Why a try failed, in a word for the counters, whether another may help, and what a person could do."""
+    """Why a try failed, and what follows from it.
+
+    Attributes:
+        reason: in a word, for the counters.
+        again: whether another try may help.
+        advice: what a person could do.
+        pause_min_s: how long the store asks to be left alone, seconds.
+        undone: whether the request had no effect, for certain.
+    """
 
     reason: str
     again: bool
     advice: str
     pause_min_s: float = 0.0
+    undone: bool = False
 
 
 class S3Requests:
     """Carries out requests to one bucket; usable from several threads.
 
     Args:
-        place: where the bucket is, and the bounds.
+        place: where the bucket is, and the bounds of connections.
+        tries_max: tries of one request.
+        timeout_s: how long one request may take, all its tries together, seconds.
+        failed: makes the error of what failed, from what to say, and whether it may be better later.
         counter: told of every try.
 
     Raises:
-        DeliveryError: boto3 finds no credentials, or its configuration cannot be read.
+        DcrError: of ``failed``: boto3 finds no credentials, or its configuration cannot be read.
     """
 
-    def __init__(self, place: S3Address, counter: TrafficCounter) -> None:
+    def __init__(
+        self,
+        place: S3Place,
+        *,
+        tries_max: int,
+        timeout_s: float,
+        failed: Callable[[str, bool], DcrError],
+        counter: Counter | None = None,
+    ) -> None:
         self._place = place
+        self._tries_max = tries_max
+        self._timeout_s = timeout_s
+        self._failed = failed
         self._counter = counter
         self._connections = threading.BoundedSemaphore(place.connections_max)
         self._closed = threading.Event()
         try:
             self._client = _client(place)
         except (BotoCoreError, ValueError) as e:
-            raise DeliveryError(f"delivery store {place}: opening it: {e}; {_fault(e).advice}") from e
+            raise self._error("opening it", f"{e}; {self._advice(_fault(e))}", again=False) from e
 
     def call(
         self,
@@ -126,32 +165,59 @@ class S3Requests:
 
         Raises:
             S3AnswerError: the store answered with an expected status.
-            DeliveryError: it failed; names the place, the stage and the last answer.
+            DcrError: of ``failed``; names the place, the stage and the last answer.
         """
-        most = min(self._place.tries_max, tries_max or self._place.tries_max)
+        most = min(self._tries_max, tries_max or self._tries_max)
         began = time.monotonic()
-        deadline = began + self._place.retry_timeout_s
+        deadline = began + self._timeout_s
         tries = 0
         while True:
             tries += 1
             with self._connection(stage, deadline):
-                self._counter.asked(bytes_up)
+                if self._counter is not None:
+                    self._counter.asked(bytes_up)
                 try:
                     return act(self._client, deadline)
-                except (BotoCoreError, ClientError, HTTPError, OSError, DamagedAnswerError) as e:
-                    if isinstance(e, ClientError) and (answer := _answer(e)).status in expected:
-                        raise answer from e
+                except _ERRORS as e:
+                    _raise_expected(e, expected)
                     fault, error = _fault(e), e
             longest = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2 ** min(tries, _DOUBLINGS_MAX))
             pause = max(random.uniform(0, longest), fault.pause_min_s)  # noqa: S311 - full jitter
             if not fault.again or tries >= most or time.monotonic() + pause > deadline:
-                raise DeliveryError(
-                    f"delivery store {self._place}: {stage}: {fault.reason}, after {tries} "
-                    f"{'try' if tries == 1 else 'tries'} in {time.monotonic() - began:.1f} s: {_said(error)}; "
-                    f"{fault.advice}"
+                raise self._error(
+                    stage,
+                    f"{fault.reason}, after {tries} {'try' if tries == 1 else 'tries'} in "
+                    f"{time.monotonic() - began:.1f} s: {_said(error)}; {self._advice(fault)}",
+                    again=fault.again,
                 ) from error
-            self._counter.again(fault.reason)
+            if self._counter is not None:
+                self._counter.again(fault.reason)
             self._closed.wait(pause)
+
+    def once(self, stage: str, act: Callable[[Any], _T], *, expected: tuple[int, ...] = ()) -> _T:
+        """Carry out a request that must not be repeated before it is known what became of it.
+
+        Args:
+            stage: what this is for, for errors.
+            act: makes the request; called with boto3's client.
+            expected: statuses that the caller deals with, with which nothing was done.
+
+        Raises:
+            S3AnswerError: the store answered with an expected status.
+            LostAnswerError: it may have taken effect.
+            DcrError: of ``failed``: it had no effect.
+        """
+        began = time.monotonic()
+        with self._connection(stage, began + self._timeout_s):
+            try:
+                return act(self._client)
+            except _ERRORS as e:
+                _raise_expected(e, expected)
+                fault = _fault(e)
+                said = f"{fault.reason}, in {time.monotonic() - began:.1f} s: {_said(e)}; {self._advice(fault)}"
+                if not fault.undone:
+                    raise LostAnswerError(f"{self._place.STORE} {self._place}: {stage}: {said}") from e
+                raise self._error(stage, said, again=fault.again) from e
 
     def close(self) -> None:
         """Begin no request any more, and let go of connections; safe to repeat."""
@@ -161,19 +227,27 @@ class S3Requests:
     @contextmanager
     def _connection(self, stage: str, deadline: float) -> Iterator[None]:
         if not self._connections.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DeliveryError(
-                f"delivery store {self._place}: {stage}: no connection became free in {self._place.retry_timeout_s} s; "
-                f"raise connections_max = {self._place.connections_max}"
+            raise self._error(
+                stage,
+                f"no connection became free in {self._timeout_s} s; raise connections_max = "
+                f"{self._place.connections_max}",
+                again=True,
             )
         try:
             if self._closed.is_set():
-                raise DeliveryError(f"delivery store {self._place}: {stage}: it is closed")
+                raise self._error(stage, "it is closed", again=False)
             yield
         finally:
             self._connections.release()
 
+    def _error(self, stage: str, said: str, *, again: bool) -> DcrError:
+        return self._failed(f"{self._place.STORE} {self._place}: {stage}: {said}", again)
 
-def _client(place: S3Address) -> Any:
+    def _advice(self, fault: _Fault) -> str:
+        return fault.advice.format(page=self._place.PAGE)
+
+
+def _client(place: S3Place) -> Any:
     """A client of boto3 that tries once, and leaves checksums to its caller."""
     logger = logging.getLogger("botocore")
     if logger.level == logging.NOTSET:  # else somebody wants to hear of it, or not
@@ -204,6 +278,11 @@ def _client(place: S3Address) -> Any:
     )
 
 
+def _raise_expected(error: Exception, expected: tuple[int, ...]) -> None:
+    if isinstance(error, ClientError) and (answer := _answer(error)).status in expected:
+        raise answer from error
+
+
 def _answer(error: ClientError) -> S3AnswerError:
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -216,13 +295,14 @@ def _fault(error: Exception) -> _Fault:
         case ClientError():
             return _refusal(error)
         case NoCredentialsError() | PartialCredentialsError() | CredentialRetrievalError() | ProfileNotFound():
-            return _Fault("no credentials", again=False, advice=_CREDENTIALS)
+            return _Fault("no credentials", again=False, advice=_CREDENTIALS, undone=True)
         case NoRegionError():
-            return _Fault("no region", again=False, advice="add region=NAME to the address, or set AWS_REGION")
+            advice = "add region=NAME to the address, or set AWS_REGION"
+            return _Fault("no region", again=False, advice=advice, undone=True)
         case SSLError():
             return _Fault("TLS failed", again=False, advice="check the endpoint's scheme, and AWS_CA_BUNDLE")
         case EndpointConnectionError() | ConnectTimeoutError():
-            return _Fault("unreachable", again=True, advice=_UNREACHABLE)
+            return _Fault("unreachable", again=True, advice=_UNREACHABLE, undone=True)
         case ReadTimeoutError():
             return _Fault("no answer", again=True, advice="raise answer_timeout_s if the store is that slow")
         case ResponseParserError() | DamagedAnswerError():
@@ -237,31 +317,39 @@ def _refusal(error: ClientError) -> _Fault:
     code = str(error.response.get("Error", {}).get("Code", ""))
     metadata = error.response.get("ResponseMetadata", {})
     status = int(metadata.get("HTTPStatusCode", 0))
+    # What answers 5xx may stand between here and a store that has done it; a store that says "slow down" has not.
+    undone = 300 <= status < 500 or code in _THROTTLED  # noqa: PLR2004 - HTTP
+    wait = str(metadata.get("HTTPHeaders", {}).get("retry-after", ""))
+    pause = min(float(wait), _BACKOFF_MAX_S) if wait.isdecimal() else 0.0
+    reason, again, advice = _reason(code, status)
+    return _Fault(reason, again=again, advice=advice, pause_min_s=pause, undone=undone)
+
+
+def _reason(code: str, status: int) -> tuple[str, bool, str]:
+    """Why the store refused, whether another try may help, and what a person could do."""
     if code in _THROTTLED or status in _THROTTLED_STATUS:
-        wait = str(metadata.get("HTTPHeaders", {}).get("retry-after", ""))
-        pause = min(float(wait), _BACKOFF_MAX_S) if wait.isdecimal() else 0.0
-        return _Fault("throttled", again=True, advice="the store asks for less: fewer nodes at once", pause_min_s=pause)
+        return "throttled", True, "the store asks for less: fewer processes at once"
     if status == _FULL_STATUS or code in _FULL:
-        return _Fault("store full", again=True, advice="free some space there or raise the quota")
+        return "store full", True, "free some space there or raise the quota"
     if code in _SKEWED:
-        return _Fault("clocks differ", again=False, advice="set this machine's clock, or the server's (NTP)")
+        return "clocks differ", False, "set this machine's clock, or the server's (NTP)"
     if code in _EXPIRED:
-        return _Fault("credentials expired", again=False, advice=_CREDENTIALS)
+        return "credentials expired", False, _CREDENTIALS
     if code in _DAMAGED:
-        return _Fault("damaged request", again=True, advice="check what lies between here and the store")
-    if status >= 500 or code == "RequestTimeout":  # noqa: PLR2004 - HTTP
-        return _Fault("server error", again=True, advice="see the store's log")
+        return "damaged request", True, "check what lies between here and the store"
+    if (status >= 500 and status != 501) or code == "RequestTimeout":  # noqa: PLR2004 - HTTP
+        return "server error", True, "see the store's log"
     if status == 409:  # noqa: PLR2004 - HTTP
-        return _Fault("conflict", again=True, advice="somebody else writes the same keys")
+        return "conflict", True, "somebody else writes the same keys"
     if code == "NoSuchBucket":
-        return _Fault("no such bucket", again=False, advice="create the bucket, or correct the address")
+        return "no such bucket", False, "create the bucket, or correct the address"
     if status in {301, 307} or code == "AuthorizationHeaderMalformed":
-        return _Fault("another region", again=False, advice="set region= in the address to the bucket's")
+        return "another region", False, "set region= in the address to the bucket's"
     if status in {401, 403}:
-        return _Fault("refused", again=False, advice=_CREDENTIALS)
+        return "refused", False, _CREDENTIALS
     if status == 501:  # noqa: PLR2004 - HTTP
-        return _Fault("not implemented", again=False, advice="the store must support conditional writes")
-    return _Fault("refused", again=False, advice="see docs/delivery.md for what the store must support")
+        return "not implemented", False, "the store must support conditional writes"
+    return "refused", False, "see {page} for what the store must support"
 
 
 def _said(error: Exception) -> str:

@@ -1,0 +1,1 @@
+"""An S3 server, as payloads and the commit record both reach it."""
