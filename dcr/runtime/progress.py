@@ -10,6 +10,7 @@ from dcr.protocol.identity import Kind
 from dcr.protocol.messages import Prepare, StorageState
 from dcr.protocol.record import CommitRecord, Member
 from dcr.protocol.step import Step
+from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.fetch import Fetch
 from dcr.runtime.gate_keeper import GateKeeper
 from dcr.runtime.meeting import Meeting
@@ -51,10 +52,18 @@ class Progress:
         spoke: the connection to the leader.
         meeting: whether it may join.
         record_id: the record that the engine obeys.
+        catch_up: what it does before it joins.
     """
 
     def __init__(  # noqa: PLR0917 - all that there is to tell of
-        self, node: role.Node, ranks: Ranks, gate: GateKeeper, spoke: Spoke, meeting: Meeting, record_id: str
+        self,
+        node: role.Node,
+        ranks: Ranks,
+        gate: GateKeeper,
+        spoke: Spoke,
+        meeting: Meeting,
+        record_id: str,
+        catch_up: CatchUp,
     ) -> None:
         self._node = node
         self._ranks = ranks
@@ -62,6 +71,7 @@ class Progress:
         self._spoke = spoke
         self._meeting = meeting
         self._record_id = record_id
+        self._catch_up = catch_up
         self._order: Prepare | None = None
         self._fetch: Fetch | None = None
         self._moved = LastMove()
@@ -172,8 +182,10 @@ class Progress:
     def refit(self) -> RefitStatus | None:
         """How far the attempt or restore is that is under way; None if none is."""
         order, fetch = self._order, self._fetch
-        if order is None or self.failure:
+        if self.failure:
             return None
+        if order is None:
+            return self._catch_up.status()
         taken, total, size = (0, None, 0) if fetch is None else (fetch.payloads, fetch.total, fetch.bytes)
         seconds = self._ranks.seconds if taken else {}  # else they may be those of an older epoch
         written = 0 if order.stage and self._ended != _COMMIT else taken
@@ -205,6 +217,8 @@ class Progress:
         if self._gate.stale and record is not None:
             since = time.time() - self._gate.age_s
             return f"lease of the record lost: it was last read at {utc(since)} ({self.last_error or 'no error'})"
+        if (catching_up := self._catch_up.status()) is not None:
+            return f"it has not joined yet: it {catching_up.what}"
         if not self._spoke.connected:
             return (
                 f"no coordinator reached: it has no connection to a trainer that leads record {self._record_id!r}; is "

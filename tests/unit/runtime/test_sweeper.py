@@ -40,32 +40,32 @@ def test_nobody_waits_for_a_sweep_and_the_latest_word_counts(tmp_path, caplog):
     for epoch in range(1, 8):
         store.put(key(epoch), b"x")
     store.errors = [RuntimeError("unforeseen"), DeliveryError("the store is away")]
-    sweeper = Sweeper(store, "run")
-    sweeper.sweep(2)
+    sweeper = Sweeper(store, "run", 8)
+    sweeper.sweep(2, 0)
     wait(lambda: store.lists == 1)  # and there it hangs
     began = time.monotonic()
     for epoch in (3, 4, 5):
-        sweeper.sweep(epoch)
+        sweeper.sweep(epoch, 0)
     assert time.monotonic() - began < 1
     assert len(store.keys("run/")) == 7
     store.go.set()
     wait(lambda: len(caplog.records) == 2)
     assert store.lists == 2
-    sweeper.sweep(6)
+    sweeper.sweep(6, 0)
     wait(lambda: store.keys("run/") == [key(6), key(7)])
     assert "old payloads could not be swept: the store is away" in caplog.text
     assert "unforeseen" in caplog.text
     sweeper.close()
     lists = store.lists
-    sweeper.sweep(7)
+    sweeper.sweep(7, 0)
     time.sleep(0.05)
     assert store.lists == lists
 
 
 def test_a_sweep_that_hangs_is_left_alone_when_it_is_closed(tmp_path):
     store = Moody(tmp_path / "p")
-    sweeper = Sweeper(store, "run")
-    sweeper.sweep(3)
+    sweeper = Sweeper(store, "run", 8)
+    sweeper.sweep(3, 0)
     wait(lambda: store.lists == 1)
     began = time.monotonic()
     sweeper.close()
