@@ -164,7 +164,7 @@ class CatchUp:
             self._apply(attempt)
             self._at += 1
             self._inbox.passed(attempt.epoch)
-            _log.info("engine %s holds version %d, on its way to %d", self._engine, attempt.target, p.version)
+            _log.info("engine %s has what leads to version %d", self._engine, attempt.target)
 
     def _apply(self, attempt: CommittedAttempt) -> None:
         """One attempt, as its members applied it."""

@@ -86,7 +86,8 @@ def plan(look: Look, record: CommitRecord, held: str) -> Plan | None:
 
 def _attempts(look: Look, record: CommitRecord, held: str) -> list[CommittedAttempt]:
     c = record.committed
-    epoch, digest, version = 0 if c is None else c.epoch, record.baseline_id, record.version
+    epoch, root = (0, "") if c is None else (c.epoch, c.manifest_root)
+    digest, version = record.baseline_id, record.version
     found: list[CommittedAttempt] = []
     for _ in range(COMMITS_MAX):
         if digest == held:
@@ -94,13 +95,14 @@ def _attempts(look: Look, record: CommitRecord, held: str) -> list[CommittedAtte
         if epoch == 0:
             break
         a = _attempt(look, record.record_id, epoch)
-        if (a.target, a.content_digest) != (version, digest) or a.record_id != record.record_id:
+        named = (record.record_id, version, digest, root or a.manifest_root)  # K names the root of the last one
+        if (a.record_id, a.target, a.content_digest, a.manifest_root) != named:
             raise CannotCatchUpError(f"what was left of epoch {epoch} is of another commit than version {version}")
         if not a.back:
             found.append(a)
             if a.base.kind is Kind.DENSE:  # what is there before it does not matter
                 return found[::-1]
-        epoch, digest, version = a.before, a.base_digest, a.base.version
+        epoch, digest, version, root = a.before, a.base_digest, a.base.version, ""
     what = f"it holds content {held}, which is no version from" if held else "it is not known what it holds, and from"
     none = "" if held else " no attempt was dense"
     raise CannotCatchUpError(f"{what} {version} to {record.version}{none}")

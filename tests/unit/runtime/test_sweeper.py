@@ -4,8 +4,10 @@ import threading
 import time
 
 from dcr.delivery.folder import FolderDelivery
-from dcr.delivery.interface import DeliveryError, payload_key
-from dcr.protocol.identity import PayloadIdentity
+from dcr.delivery.interface import DeliveryError, committed_key, payload_key
+from dcr.protocol.identity import Base, Kind, PayloadIdentity
+from dcr.protocol.record import OwnerRef
+from dcr.runtime.committed_attempt import FORMAT, CommittedAttempt
 from dcr.runtime.sweeper import Sweeper
 
 
@@ -71,3 +73,35 @@ def test_a_sweep_that_hangs_is_left_alone_when_it_is_closed(tmp_path):
     sweeper.close()
     assert time.monotonic() - began < 10
     store.go.set()
+
+
+def attempt(epoch, before):
+    base = Base(Kind.RELATIVE, 0, "aa", "c")
+    return CommittedAttempt(FORMAT, "run", epoch, 1, "bb", base, "aa", (OwnerRef("o", 1),), "root", before)
+
+
+def epochs(store):
+    return {int(k.split("/")[1]) for k in store.keys("run/") if k.endswith(".payload")}
+
+
+def test_the_last_commits_are_kept_whoever_led_when_they_were_made(tmp_path):
+    store = FolderDelivery(tmp_path / "p")
+    commits = [2, 3, 7, 11]
+    for epoch in range(1, 13):
+        store.put(key(epoch), b"x")
+    first = Sweeper(store, "run", 3)
+    for before, epoch in zip([0, *commits], commits[:3], strict=False):
+        first.leave(attempt(epoch, before))
+    first.sweep(6, 3)
+    wait(lambda: epochs(store) == {2, 3, *range(6, 13)})
+    first.close()
+    second = Sweeper(store, "run", 3)  # which knows of no commit but those that the store tells of
+    second.leave(attempt(11, 7))
+    second.sweep(12, 11)
+    wait(lambda: epochs(store) == {3, 7, 11, 12})
+    second.close()
+    (tmp_path / "p" / committed_key("run", 7)).write_bytes(b"something else")
+    third = Sweeper(store, "run", 3)
+    third.sweep(12, 11)  # what is older than what can be read is of no use
+    wait(lambda: epochs(store) == {7, 11, 12})
+    third.close()
