@@ -11,6 +11,7 @@ from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane, HistoryEntry, Stored
 from dcr.control_plane.lease import Lease
 from dcr.protocol.record import CommitRecord, decode_record
+from dcr.runtime.registry import catching_up
 
 DOCUMENT_VERSION = 1
 """Of what `dcr record export` prints."""
@@ -75,6 +76,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         document = _document(control, stored, options.record)
         if options.kind == "show":
             _show(stored, decode_record(stored.body), control.leader(options.record))
+            for engine, how_far in sorted(catching_up(control, options.record).items()):
+                say(f"  catches up {engine}, {how_far}")
         elif not options.json:
             say(msgspec.json.encode(document).decode())
         return {"ok": True, "kind": options.kind, **document}

@@ -6,6 +6,7 @@ right.  Whatever goes wrong leaves storage marked as unknown, and the engine is 
 """
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -24,7 +25,8 @@ from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.rank_messages import BeginCatchUp, EndCatchUp, Learn
 from dcr.runtime.ranks import RankLostError, Ranks
 from dcr.runtime.reception import Inbox
-from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus
+from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus, utc
+from dcr.runtime.registry import register_catch_up
 from dcr.runtime.settings import Settings
 from dcr.runtime.storage_check import StorageCheck
 
@@ -96,6 +98,7 @@ class CatchUp:
         if state.version is not None:  # an earlier node's engine: it takes part already
             return
         held = "" if state.torn_by else state.content_digest
+        self._say("")  # of an earlier node that was killed
         try:
             if (first := self._next(held)) is None:
                 return
@@ -116,6 +119,7 @@ class CatchUp:
             _log.info("engine %s has caught up in %.3f s", self._engine, time.perf_counter() - began)
         finally:
             self._plan = self._fetch = None
+            self._say("")
 
     def status(self) -> RefitStatus | None:
         """How far it is; None if it is not under way.  From any thread."""
@@ -160,7 +164,9 @@ class CatchUp:
     def _follow(self, p: Plan) -> None:
         self._plan, self._at, self._moved = p, 0, LastMove()
         _log.info("engine %s catches up %s", self._engine, p)
+        began = utc(time.time())
         for attempt in p.attempts:
+            self._say(f"{p}; now with version {attempt.target}; since {began}")
             self._apply(attempt)
             self._at += 1
             self._inbox.passed(attempt.epoch)
@@ -208,6 +214,11 @@ class CatchUp:
     def _give_up(self, reason: str) -> None:
         _log.warning("engine %s could not catch up, so it is restored: %s", self._engine, reason)
         self._ranks.call(EndCatchUp(""))
+
+    def _say(self, how_far: str) -> None:
+        """For ``dcr record show``; nothing depends on it."""
+        with contextlib.suppress(DcrError):
+            register_catch_up(self._control, self._record_id, self._engine, how_far)
 
     # ------------------------------------------------------------ what is read
 

@@ -3,16 +3,18 @@
 import contextlib
 import logging
 import threading
+import time
 
 import pytest
 
 from dcr import PushError
+from dcr.cli.main import main
 from dcr.protocol.record import Direction
 from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.committed_attempt import CommittedAttempt
 from tests.faults.engine_process import EngineProcess, Kill
 from tests.faults.models import Served, dense
-from tests.faults.thread_fleet import flip, forge, rewrite
+from tests.faults.thread_fleet import WAIT_S, flip, forge, rewrite
 
 
 @pytest.fixture
@@ -224,6 +226,57 @@ def test_what_is_committed_meanwhile_is_taken_too(fleet_of, told, monkeypatch):
     fleet.check(fleet.engine("late"))
     assert restores(fleet) == 0
     assert "engine late catches up from version 1 to 2" in told.text
+
+
+def held_amid(fleet):
+    """An engine whose rank is held before the first byte, and what lets it go on."""
+    fleet.check(fleet.engine("a"))
+    pushed(fleet, 2)
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(_):
+        held.set()
+        assert go_on.wait(WAIT_S)
+
+    fleet.once("BeginWrite", hold)
+    late = fleet.engine("late")
+    assert held.wait(WAIT_S)
+    return late, go_on
+
+
+def test_how_far_it_is_can_be_asked_meanwhile(fleet_of, capsys):
+    fleet = fleet_of()
+    late, go_on = held_amid(fleet)
+    found = late.node.statuses["late"]
+    payloads = sum(len(fleet.objects(s.epoch)) for s in fleet.steps if s.action == "Commit")
+    says = f"catches up from version 0 to 2: 2 versions, {payloads} payloads, "
+    assert found.gate == "closed"
+    assert found.reason.startswith(f"it has not joined yet: it {says}")
+    assert found.refit.what.startswith(says)
+    assert next((s.stage, s.done, s.total) for s in found.refit.stages) == ("receive", 0, payloads)
+    assert found.refit.held_up_by == "decode and apply"
+    show = ["record", "show", "--control", fleet.addresses["control"]]
+    assert main(show) == 0
+    assert f"catches up late, {says.removeprefix('catches up ')}" in capsys.readouterr().out
+    go_on.set()
+    fleet.check(late)
+    assert late.node.statuses["late"].refit is None
+    assert main(show) == 0
+    assert "catches up" not in capsys.readouterr().out
+
+
+def test_a_node_that_is_closed_meanwhile_leaves_an_engine_that_the_next_one_has_restored(fleet_of):
+    fleet = fleet_of()
+    late, go_on = held_amid(fleet)
+    closing = threading.Thread(target=late.node.close)
+    closing.start()
+    time.sleep(0.05)
+    go_on.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    late.start_node()
+    fleet.check(late)
+    assert restores(fleet) == 1
 
 
 def killed_amid(fleet, kills):
