@@ -33,6 +33,8 @@ from dcr.runtime.storage_check import StorageCheck
 _log = logging.getLogger("dcr.node")
 _ROUNDS_MAX = 8
 """How often it goes on because another version was committed meanwhile."""
+_PATIENCE = 0.25
+"""For this share of the time that a push waits for engines, one waits for an attempt that began without it to end."""
 _LOOK_S = 0.1
 """How soon it is noticed that the node is closed."""
 
@@ -58,6 +60,9 @@ class CatchUp:
         storage: reads them back.
         settings: bounds.
         stop: set when the node is closed.
+
+    Attributes:
+        doing: what the engine does instead of joining, for people; empty if nothing.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class CatchUp:
         self._storage = storage
         self._settings = settings
         self._stop = stop
+        self.doing = ""
+        self._patient_until: float | None = None
         self._moved = LastMove()
         self._plan: Plan | None = None
         self._at = 0  # which attempt of the plan
@@ -100,10 +107,12 @@ class CatchUp:
         held = "" if state.torn_by else state.content_digest
         self._say("")  # of an earlier node that was killed
         try:
-            if (first := self._next(held)) is None:
-                return
+            first = self._next(held)
         except DcrError as e:
             _log.info("engine %s does not catch up by what is kept, so it is restored: %s", self._engine, e)
+            first = None
+        if first is None:
+            self.doing = ""
             return
         began = time.perf_counter()
         try:
@@ -119,6 +128,7 @@ class CatchUp:
             _log.info("engine %s has caught up in %.3f s", self._engine, time.perf_counter() - began)
         finally:
             self._plan = self._fetch = None
+            self.doing = ""
             self._say("")
 
     def status(self) -> RefitStatus | None:
@@ -164,7 +174,7 @@ class CatchUp:
     def _follow(self, p: Plan) -> None:
         self._plan, self._at, self._moved = p, 0, LastMove()
         _log.info("engine %s catches up %s", self._engine, p)
-        began = utc(time.time())
+        self.doing, began = f"catches up {p}", utc(time.time())
         for attempt in p.attempts:
             self._say(f"{p}; now with version {attempt.target}; since {began}")
             self._apply(attempt)
@@ -225,11 +235,29 @@ class CatchUp:
     def _next(self, held: str) -> Plan | None:
         """What leads from this content to the committed version; None if it is that, or nothing is committed."""
         record = self._read()
+        while record is not None and record.baseline_id == held and self._waits(record):
+            self._pause(self._settings.record_poll_s)
+            record = self._read()
         if record is None or record.baseline_id == held:
             return None
         if not self._inbox.keeps:
             raise CannotCatchUpError("a relay keeps no payloads")
         return plan(self._look, record, held)
+
+    def _waits(self, record: CommitRecord) -> bool:
+        """Whether an attempt is under way without this engine: joining now, it would be behind once that is committed.
+
+        Not for long: its leader may be gone, or may have lost every member and wait for engines.
+        """
+        under_way = record.open is not None and not record.open.stopped
+        if not under_way or not self._inbox.keeps or any(m.engine == self._engine for m in record.members):
+            return False
+        now = time.monotonic()
+        if self._patient_until is None:
+            self._patient_until = now + _PATIENCE * self._settings.members_timeout_s
+            self.doing = f"waits for the attempt of epoch {record.epoch} to end, which began without it"
+            _log.info("engine %s %s", self._engine, self.doing)
+        return now < self._patient_until
 
     def _read(self) -> CommitRecord | None:
         told = False

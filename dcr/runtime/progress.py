@@ -217,8 +217,8 @@ class Progress:
         if self._gate.stale and record is not None:
             since = time.time() - self._gate.age_s
             return f"lease of the record lost: it was last read at {utc(since)} ({self.last_error or 'no error'})"
-        if (catching_up := self._catch_up.status()) is not None:
-            return f"it has not joined yet: it {catching_up.what}"
+        if self._catch_up.doing:
+            return f"it has not joined yet: it {self._catch_up.doing}"
         if not self._spoke.connected:
             return (
                 f"no coordinator reached: it has no connection to a trainer that leads record {self._record_id!r}; is "

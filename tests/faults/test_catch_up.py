@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -228,19 +229,25 @@ def test_what_is_committed_meanwhile_is_taken_too(fleet_of, told, monkeypatch):
     assert "engine late catches up from version 1 to 2" in told.text
 
 
-def held_amid(fleet):
-    """An engine whose rank is held before the first byte, and what lets it go on."""
-    fleet.check(fleet.engine("a"))
-    pushed(fleet, 2)
+def hold_at(fleet, action):
+    """The next step with this action is held until it may go on; waits for that step, and lets it go on."""
     held, go_on = threading.Event(), threading.Event()
 
     def hold(_):
         held.set()
         assert go_on.wait(WAIT_S)
 
-    fleet.once("BeginWrite", hold)
+    fleet.once(action, hold)
+    return partial(held.wait, WAIT_S), go_on.set
+
+
+def held_amid(fleet):
+    """An engine whose rank is held before the first byte, and what lets it go on."""
+    fleet.check(fleet.engine("a"))
+    pushed(fleet, 2)
+    held, go_on = hold_at(fleet, "BeginWrite")
     late = fleet.engine("late")
-    assert held.wait(WAIT_S)
+    assert held()
     return late, go_on
 
 
@@ -258,7 +265,7 @@ def test_how_far_it_is_can_be_asked_meanwhile(fleet_of, capsys):
     show = ["record", "show", "--control", fleet.addresses["control"]]
     assert main(show) == 0
     assert f"catches up late, {says.removeprefix('catches up ')}" in capsys.readouterr().out
-    go_on.set()
+    go_on()
     fleet.check(late)
     assert late.node.statuses["late"].refit is None
     assert main(show) == 0
@@ -271,12 +278,50 @@ def test_a_node_that_is_closed_meanwhile_leaves_an_engine_that_the_next_one_has_
     closing = threading.Thread(target=late.node.close)
     closing.start()
     time.sleep(0.05)
-    go_on.set()
+    go_on()
     closing.join(WAIT_S)
     assert not closing.is_alive()
     late.start_node()
     fleet.check(late)
     assert restores(fleet) == 1
+
+
+def test_an_engine_that_comes_while_an_attempt_is_open_takes_what_comes_of_it(fleet_of, told):
+    fleet = fleet_of()
+    fleet.check(fleet.engine("a"))
+    pushed(fleet, 1)
+    held, go_on = hold_at(fleet, "BeginWrite")
+    fleet.step()
+    pushing = threading.Thread(target=fleet.push)
+    pushing.start()
+    assert held()
+    late, latest = fleet.engine("late"), fleet.engine("latest", version=1)
+    epoch = fleet.record().epoch
+    waits = f"it has not joined yet: it waits for the attempt of epoch {epoch} to end, which began without it"
+    for e in (late, latest):
+        fleet.wait(lambda e=e: e.node.statuses[e.name].reason == waits)
+    go_on()
+    pushing.join(WAIT_S)
+    for e in fleet.engines:
+        fleet.check(e)
+    assert restores(fleet) == 0
+    assert told.text.count("catches up from version 1 to 2: 1 version,") == 2
+
+
+def test_it_waits_no_longer_than_it_may_for_an_attempt_that_does_not_end(fleet_of):
+    fleet = fleet_of(members_timeout_s=2.0)
+    fleet.check(fleet.engine("a"))
+    held, go_on = hold_at(fleet, "BeginWrite")
+    fleet.step()
+    pushing = threading.Thread(target=fleet.push)
+    pushing.start()
+    assert held()
+    late = fleet.engine("late")
+    fleet.wait(lambda: late.node.statuses["late"].reason.startswith("it has not joined yet: it waits for"))
+    fleet.wait(lambda: late.node.statuses["late"].reason.startswith("the coordinator has not admitted this engine"))
+    go_on()
+    pushing.join(WAIT_S)
+    fleet.check(late)
 
 
 def killed_amid(fleet, kills):

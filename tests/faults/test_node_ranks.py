@@ -180,7 +180,7 @@ def test_a_rank_that_fails_while_its_engine_catches_up_has_it_restored(fleet_of,
         fleet.step()
         fleet.push()
     sharded = Sharded(fleet, "sharded", way=Moody)
-    sharded.shards[1].mood.append(ValueError("out of luck"))
+    fleet.once("EndWrite", lambda _: sharded.shards[1].mood.append(ValueError("out of luck")))
     node = node_of(fleet, [sharded])
     assert node.wait_serving(2, WAIT_S) == 2
     assert sharded.bits() == fresh(fleet, 2)
