@@ -146,7 +146,7 @@ class Demo:
             self.rejoin(number)
 
     def rejoin(self, number: int) -> None:
-        """Start the engine anew that lost a rank; it is restored from the owners' baseline and rejoins."""
+        """Start the engine anew that lost a rank; it catches up by the payloads that are kept, and rejoins."""
         failure = self.receivers[VICTIM].ask(STEP_TIMEOUT_S, do="status")["failure"]
         if not failure:
             raise DemoError(f"receiver {VICTIM} should have lost a rank in refit {number}")
@@ -156,7 +156,7 @@ class Demo:
         self.start_engine(VICTIM)
         self.receivers[VICTIM].ask(START_TIMEOUT_S, do="wait_serving", version=number, timeout_s=START_TIMEOUT_S)
         self.compare(number, VICTIM, self.twin_vllm(number, VICTIM)["digests"])
-        self.say(f"receiver {VICTIM} was restored densely to version {number} and serves it: bit-exact")
+        self.say(f"receiver {VICTIM} came back to version {number} and serves it: bit-exact")
 
     # ------------------------------------------------------------ the proof
 

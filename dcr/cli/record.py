@@ -10,6 +10,7 @@ from dcr.cli.report import say
 from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane, HistoryEntry, Stored
 from dcr.protocol.record import CommitRecord, decode_record
+from dcr.runtime.registry import catching_up
 
 DOCUMENT_VERSION = 1
 """Of what `dcr record export` prints."""
@@ -76,6 +77,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             lease = control.leader(options.record)
             holder = f"{lease.holder}, token {lease.token}" if lease else "nobody holds one"
             _show(stored, decode_record(stored.body), holder if control.leases else "none are kept here")
+            for engine, how_far in sorted(catching_up(control, options.record).items()):
+                say(f"  catches up {engine}, {how_far}")
         elif not options.json:
             say(msgspec.json.encode(document).decode())
         return {"ok": True, "kind": options.kind, **document}

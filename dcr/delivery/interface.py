@@ -6,6 +6,7 @@ the manifest that ends them, without ever listing::
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/SEQUENCE.payload
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/manifest
     RECORD/EPOCH/contents/OWNER/INCARNATION/CONTENT-DIGEST
+    RECORD/EPOCH/committed
     RECORD/meeting/LEADER
 
 Numbers have 20 decimal digits.  Names are written as ``dcr.s3.segment`` says.
@@ -18,6 +19,7 @@ compares the payload with the manifest (DESIGN D7).
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -168,6 +170,11 @@ def contents_key(record_id: str, epoch: int, owner: str, owner_incarnation: int,
     )
 
 
+def committed_key(record_id: str, epoch: int) -> str:
+    """The key of what a leader leaves of an epoch that it commits; RefusedError as for ``payload_key``."""
+    return f"{epoch_prefix(record_id, epoch)}committed"
+
+
 def meeting_key(record_id: str, leader: str) -> str:
     """The key of what a leader leaves for nodes to find; RefusedError as for ``payload_key``."""
     return f"{meeting_prefix(record_id)}{_name('leader', leader)}"
@@ -183,10 +190,16 @@ def epoch_prefix(record_id: str, epoch: int) -> str:
     return f"{_record_prefix(record_id)}{_number('epoch', epoch)}/"
 
 
-def sweep(delivery: Delivery, record_id: str, epoch_min: int) -> None:
+def sweep(delivery: Delivery, record_id: str, epoch_min: int, keep: Collection[int] = ()) -> None:
     """Delete what was emitted for a record in epochs below ``epoch_min``, and what dead writers left unfinished.
 
     Whoever calls it takes an ``epoch_min`` that is not above K's epoch.
+
+    Args:
+        delivery: the store.
+        record_id: the record.
+        epoch_min: the oldest epoch that stays in any case.
+        keep: epochs below it that stay too.
 
     Raises:
         DeliveryError: something could not be deleted: the first of it; all else was.
@@ -194,7 +207,7 @@ def sweep(delivery: Delivery, record_id: str, epoch_min: int) -> None:
     prefix = _record_prefix(record_id)
     failed: list[DeliveryError] = []
     for segment in delivery.segments(prefix):
-        if _EPOCH.fullmatch(segment) and int(segment) < epoch_min:
+        if _EPOCH.fullmatch(segment) and int(segment) < epoch_min and int(segment) not in keep:
             try:
                 delivery.delete_prefix(epoch_prefix(record_id, int(segment)))
             except DeliveryError as e:  # one epoch that stays, for whatever reason, must not keep all later ones

@@ -47,6 +47,7 @@ from dcr.protocol.record import CommitRecord, decode_record, encode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
 from dcr.runtime.channel_address import ChannelAddress
+from dcr.runtime.committed_attempt import CommittedAttempt
 from dcr.runtime.event_log import EventLog
 from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
@@ -150,7 +151,7 @@ class CoordinatorHost:
                 f"setting channel: listening at {channel.listen}: {e.strerror}; give an address of this machine, and a "
                 f"port that is free"
             ) from e
-        self._sweeper = Sweeper(delivery, record_id)
+        self._sweeper = Sweeper(delivery, record_id, settings.retain_versions)
         with contextlib.ExitStack() as half_done:
             half_done.callback(self._hub.close)
             half_done.callback(self._sweeper.close)
@@ -371,6 +372,8 @@ class CoordinatorHost:
         return self._role.record_read(stored.revision, self._decoded(stored), stored.operation_id)
 
     def _write(self, w: effects_.WriteRecord) -> list[effects_.Effect]:
+        if w.reason == "Commit" and self._role.record is not None:
+            self._sweeper.leave(CommittedAttempt.of(self._role.record, w.record))
         try:
             stored: Stored = self._control.compare_and_set(
                 self._record_id,
@@ -397,7 +400,8 @@ class CoordinatorHost:
         except ControlPlaneUnavailableError as e:
             return self._later(e, [w])
         if w.reason in ("Commit", "OpenAttempt", "OpenRestore"):
-            self._sweeper.sweep(w.record.epoch - self._settings.retain_epochs)
+            c = w.record.committed
+            self._sweeper.sweep(w.record.epoch - self._settings.retain_epochs, 0 if c is None else c.epoch)
         return self._role.written(w.operation_id, stored.revision)
 
     def _lease_lost(self, error: LeadershipLostError) -> None:

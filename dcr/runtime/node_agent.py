@@ -26,6 +26,7 @@ from dcr.protocol.messages import (
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
+from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.channel import Peer
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents import ReadbackError, ReadbackReport
@@ -123,18 +124,28 @@ class NodeAgent:
             self._storage.read_back(checkpoint)
         self._role = role.Node(name, self.attached.incarnation, record_id, self._ranks.names)
         self._event_log = EventLog(events, "node", name, self.attached.incarnation, events_max)
-        ranks, state = self._ranks.incarnations, self._ranks.state
-        self._event_log.start(Start(EVENT_LOG_VERSION, record_id, ranks=ranks, state=state))
         self._observe = self._event_log.before(observe)
         self._fetch: Fetch | None = None
         self._warned = ""
         self._stop = threading.Event()
+        self._loaded = threading.Event()  # what storage holds when the engine joins is there
+        self._catch_up = CatchUp(
+            name,
+            record_id,
+            self.attached.incarnation,
+            control=control,
+            inbox=inbox,
+            ranks=self._ranks,
+            storage=self._storage,
+            settings=settings,
+            stop=self._stop,
+        )
         self._events: queue.Queue[Arrived | Connected | Looked | Asked | Tables] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
             Peer("node", name, self.attached.incarnation),
             lambda data: self._events.put(Arrived(data), timeout=settings.connect_timeout_s),
-            resolve=lambda: leader_address(control, record_id),
+            resolve=self._leader_address,
             credentials=credentials,
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
@@ -147,7 +158,9 @@ class NodeAgent:
             lambda problem: self._events.put(Looked(problem), timeout=settings.connect_timeout_s),
             self._join,
         )
-        self._progress = Progress(self._role, self._ranks, self._gate, self._spoke, self._meeting, record_id)
+        self._progress = Progress(
+            self._role, self._ranks, self._gate, self._spoke, self._meeting, record_id, self._catch_up
+        )
         self._thread = threading.Thread(target=self._run, name=f"dcr-node-{name}", daemon=True)
         self._gate.start()
         self._thread.start()
@@ -226,6 +239,7 @@ class NodeAgent:
         A rank that hangs is waited for no longer than ``drain_timeout_s``; ``ended`` says whether it was long enough.
         """
         self._stop.set()
+        self._loaded.set()
         self._gate.stop()
         self._tell()
         self._spoke.close()
@@ -239,6 +253,7 @@ class NodeAgent:
     def _run(self) -> None:
         next_poll = 0.0
         try:
+            self._load()
             while not self._stop.is_set():
                 busy = self._fetch is not None and self._fetch_step()
                 try:
@@ -263,6 +278,20 @@ class NodeAgent:
             _log.exception("node agent of engine %s", self._name)
             self._give_up(f"its node agent failed: {type(e).__name__}: {e}")
             self._leave()
+
+    def _load(self) -> None:
+        """Bring storage to the committed version, if that can be done without the trainer; then the engine begins."""
+        try:
+            self._catch_up.run()
+        finally:
+            ranks, state = self._ranks.incarnations, self._ranks.state
+            self._event_log.start(Start(EVENT_LOG_VERSION, self._record_id, ranks=ranks, state=state))
+            self._loaded.set()
+
+    def _leader_address(self) -> str | None:
+        """Where the leader listens; not before there is something to tell it."""
+        self._loaded.wait()
+        return leader_address(self._control, self._record_id)
 
     def _leave(self) -> None:
         """Serve no more, and let nobody wait for orders that nobody obeys."""

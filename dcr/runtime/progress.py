@@ -8,6 +8,7 @@ from dcr.protocol.identity import Kind
 from dcr.protocol.messages import Prepare, StorageState
 from dcr.protocol.record import CommitRecord, Member
 from dcr.protocol.step import Step
+from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.fetch import Fetch
 from dcr.runtime.gate_keeper import GateKeeper
 from dcr.runtime.meeting import Meeting
@@ -57,10 +58,18 @@ class Progress:
         spoke: the connection to the leader.
         meeting: whether it may join.
         record_id: the record that the engine obeys.
+        catch_up: what it does before it joins.
     """
 
     def __init__(  # noqa: PLR0917 - all that there is to tell of
-        self, node: role.Node, ranks: Ranks, gate: GateKeeper, spoke: Spoke, meeting: Meeting, record_id: str
+        self,
+        node: role.Node,
+        ranks: Ranks,
+        gate: GateKeeper,
+        spoke: Spoke,
+        meeting: Meeting,
+        record_id: str,
+        catch_up: CatchUp,
     ) -> None:
         self._node = node
         self._ranks = ranks
@@ -68,6 +77,7 @@ class Progress:
         self._spoke = spoke
         self._meeting = meeting
         self._record_id = record_id
+        self._catch_up = catch_up
         self._order: Prepare | None = None
         self._fetch: Fetch | None = None
         self._moved = LastMove()
@@ -188,8 +198,10 @@ class Progress:
     def refit(self) -> RefitStatus | None:
         """How far the attempt or restore is that is under way; None if none is."""
         order, fetch = self._order, self._fetch
-        if order is None or self.failure:
+        if self.failure:
             return None
+        if order is None:
+            return self._catch_up.status()
         taken, total, size = (0, None, 0) if fetch is None else (fetch.payloads, fetch.total, fetch.bytes)
         seconds = self._ranks.seconds if taken else {}  # else they may be those of an older epoch
         writes = self._node.applying == order.epoch
@@ -222,6 +234,8 @@ class Progress:
         if self._gate.stale and record is not None:
             since = time.time() - self._gate.age_s
             return f"lease of the record lost: it was last read at {utc(since)} ({self.last_error or 'no error'})"
+        if self._catch_up.doing:
+            return f"it has not joined yet: it {self._catch_up.doing}"
         if not self._spoke.connected:
             trouble, last = self._spoke.trouble, self.last_error
             before = f"; its last error: {last}" if last and not last.endswith(trouble) else ""

@@ -39,7 +39,9 @@ from dcr.runtime.rank_messages import (
     Answer,
     Attach,
     Attached,
+    BeginCatchUp,
     Contents,
+    EndCatchUp,
     HeldBox,
     Learn,
     Orphans,
@@ -101,11 +103,12 @@ class RankHost:
         self._incarnation = state_incarnation
         self._limits = limits
         self._watch = guarded(observe)
-        self._observe = self._watch
+        self._observe = self._log_events = self._watch
         self._attach: Attach | None = None
         self._attached: Attached | None = None
         self._storage: Storage | None = None
         self._receiver: Receiver | None = None
+        self._catches_up = False  # then the receiver is one that no record knows
         self._known: dict[str, TensorSpec] = {}
         self._undecoded: frozenset[str] = frozenset()  # nothing of them is held here, nor compared
         self._orphans: frozenset[str] = frozenset()
@@ -131,7 +134,7 @@ class RankHost:
 
     @property
     def _state(self) -> StorageState:
-        return NOTHING_KNOWN if self._receiver is None else self._receiver.state
+        return NOTHING_KNOWN if self._receiver is None or self._catches_up else self._receiver.state
 
     def _take(self, request: Request) -> list[Result]:
         if isinstance(request, Attach):
@@ -147,22 +150,18 @@ class RankHost:
             case Payload():
                 return self._arrived(receiver, request)
             case SealedManifest():
-                manifest = _checked_manifest(request.data)
-                if (manifest.owner, manifest.epoch) != (request.owner, request.epoch):
-                    raise CorruptPayloadError(
-                        f"manifest fetched for {request.owner}, epoch {request.epoch}, is of {manifest.owner}, epoch "
-                        f"{manifest.epoch}"
-                    )
-                return self._carry_out(receiver.manifest(manifest))
+                return self._carry_out(receiver.manifest(_checked_manifest(request)))
             case Undeliverable():
                 return self._carry_out(receiver.undeliverable(request.epoch, request.reason))
             case Learn():
                 return self._carry_out(receiver.learn(request.record))
             case Orphans():
                 self._orphans = frozenset(request.names)
-                return []
             case ReadBack():
                 return [self._read_back()]
+            case BeginCatchUp() | EndCatchUp():
+                self._catch_up(receiver, request)
+        return []
 
     def _attach_to(self, request: Attach) -> Attached:
         if self._attached is not None and self._attach is not None:
@@ -173,6 +172,8 @@ class RankHost:
                     "or with other canonical tensors; restart the engine"
                 )
             self._attach = request
+            if self._catches_up and self._receiver is not None:  # the agent that had begun is gone
+                self._catch_up(self._receiver, EndCatchUp(""))
             return self._attached
         specs = [s.spec for s in request.specs]
         storage = self._factory(specs)
@@ -194,7 +195,7 @@ class RankHost:
         self._receiver = Receiver(request.engine, request.record_id, loaded_digest)
         events = EventLog(request.event_log, "rank", request.engine, self._incarnation, request.event_log_bytes_max)
         events.start(Start(EVENT_LOG_VERSION, request.record_id))
-        self._observe = events.before(self._watch)
+        self._observe = self._log_events = events.before(self._watch)
         self._attach = request
         self._attached = Attached(
             self._incarnation,
@@ -204,6 +205,24 @@ class RankHost:
             tuple(sorted(self._tied)),
         )
         return self._attached
+
+    def _catch_up(self, receiver: Receiver, request: BeginCatchUp | EndCatchUp) -> None:
+        """Attempts that are over are applied by a receiver of their own, whose steps are none of the record's."""
+        if isinstance(request, BeginCatchUp):
+            if self._catches_up or receiver.fence or receiver.version is not None:
+                raise RefusedError(
+                    f"{receiver.name}: this rank takes part already: it can be restored, and not catch up"
+                )
+            content_digest = "" if receiver.torn_by else receiver.content_digest
+        elif not self._catches_up:
+            raise RefusedError(f"{receiver.name}: this rank does not catch up")
+        else:
+            content_digest, state = request.content_digest, receiver.state
+            if content_digest and (state.torn_by or state.content_digest != content_digest):
+                raise RefusedError(f"{receiver.name}: storage does not hold content {content_digest}, but {state}")
+        self._receiver = Receiver(receiver.name, receiver.record_id, content_digest)
+        self._catches_up = isinstance(request, BeginCatchUp)
+        self._observe = self._watch if self._catches_up else self._log_events
 
     def _arrived(self, receiver: Receiver, request: Payload) -> list[Result]:
         if isinstance(request.data, bytes):
@@ -399,8 +418,13 @@ def _what(request: Attach) -> Attach:
     return msgspec.structs.replace(request, stage_bytes_max=0, event_log="", event_log_bytes_max=0)
 
 
-def _checked_manifest(data: bytes) -> Manifest:
-    manifest = decode_manifest(data)
+def _checked_manifest(request: SealedManifest) -> Manifest:
+    manifest = decode_manifest(request.data)
+    if (manifest.owner, manifest.epoch) != (request.owner, request.epoch):
+        raise CorruptPayloadError(
+            f"manifest fetched for {request.owner}, epoch {request.epoch}, is of {manifest.owner}, epoch "
+            f"{manifest.epoch}"
+        )
     try:
         ContentDigest.from_hex(manifest.content_digest)
     except ValueError as e:

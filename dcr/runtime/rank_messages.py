@@ -102,8 +102,33 @@ class ReadBack(_Message, frozen=True):
     """Read storage back: nothing is written."""
 
 
+class BeginCatchUp(_Message, frozen=True):
+    """Before the engine takes part: what comes next are attempts that were committed, applied one after the other.
+
+    From here to the end of it storage is taken to hold nothing that is known (DESIGN D5, D15).
+    """
+
+
+class EndCatchUp(_Message, frozen=True):
+    """It is over: storage is as if its loader had been fed the version with this content digest."""
+
+    content_digest: str
+    """Empty if it failed: storage holds nothing that is known."""
+
+
 Request = (
-    Attach | PrepareRank | OpenApply | WriteOn | Payload | SealedManifest | Undeliverable | Learn | Orphans | ReadBack
+    Attach
+    | PrepareRank
+    | OpenApply
+    | WriteOn
+    | Payload
+    | SealedManifest
+    | Undeliverable
+    | Learn
+    | Orphans
+    | ReadBack
+    | BeginCatchUp
+    | EndCatchUp
 )
 
 

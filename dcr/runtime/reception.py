@@ -6,12 +6,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
-from dcr.delivery.meeting import missed
+from dcr.delivery.meeting import RELAY, missed
 from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
@@ -24,6 +25,7 @@ from dcr.runtime.shared_memory import SharedMemory, SharedMemoryError
 from dcr.runtime.store_readers import StoreReaders
 
 _log = logging.getLogger("dcr.node")
+T = TypeVar("T")
 
 MANIFEST_BYTES_MAX = 64 << 20
 READERS_MAX = 8
@@ -125,6 +127,11 @@ class Reception:
         """What the host asked of the store so far."""
         return self._delivery.traffic
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the store keeps what was delivered, until it is swept."""
+        return self._delivery.kind != RELAY
+
     def inbox(self, engine: str) -> "Inbox":
         """The reception as one engine sees it."""
         return Inbox(self, engine)
@@ -207,6 +214,19 @@ class Reception:
                 then(problem)
 
         self._readers.submit(job)
+
+    def ask(self, question: Callable[[Delivery], T]) -> Future[T]:
+        """See ``Inbox.ask``."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                answer.set_result(question(self._delivery))
+            except Exception as e:  # noqa: BLE001 - raised where it was asked
+                answer.set_exception(e)
+
+        self._readers.submit(job)
+        return answer
 
     def close(self) -> None:
         """Begin to read nothing more; what is held goes with the memory that it lies in."""
@@ -390,6 +410,11 @@ class Inbox:
         """What the whole host asked of the store so far."""
         return self._reception.traffic
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the store keeps what was delivered, until it is swept."""
+        return self._reception.keeps
+
     def payload(self, identity: PayloadIdentity) -> Shared | bytes | None:
         """A payload; None while it is not in sight.  Raises as ``Reception.get``."""
         return self._reception.get(self._engine, payload_key(identity), identity.epoch, shared=True)
@@ -412,6 +437,10 @@ class Inbox:
     def meet(self, entry: bytes, then: Callable[[str], None]) -> None:
         """Hand over why what owners deliver cannot be seen here (``delivery.meeting``), from a reader's thread."""
         self._reception.meet(entry, then)
+
+    def ask(self, question: Callable[[Delivery], T]) -> Future[T]:
+        """Ask the store something, in a reader's thread; nothing of it is kept here.  No answer after ``close``."""
+        return self._reception.ask(question)
 
     def payload_taken(self, identity: PayloadIdentity) -> None:
         """The ranks are done with it."""

@@ -1,4 +1,4 @@
-"""Where the leader and the nodes of a relay listen: in the control plane's registry, beside the record (DESIGN 6)."""
+"""What is said beside the record, in the control plane's registry: who listens where, who catches up (DESIGN 6)."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ from dcr.control_plane.interface import ControlPlane
 _KIND, _NAME = "leader", "address"
 _DELIVERY, _MEETING = "delivery", "meeting"
 _RELAY = "relay"
+_CATCHING_UP = "catching-up"
 
 
 def register_leader(control: ControlPlane, record_id: str, address: str) -> None:
@@ -28,6 +29,19 @@ def register_meeting(control: ControlPlane, record_id: str, entry: bytes) -> Non
 def meeting(control: ControlPlane, record_id: str) -> bytes | None:
     """Where the owners of this record deliver; None if nobody has said so."""
     return control.lookup(record_id, _DELIVERY, _MEETING)
+
+
+def register_catch_up(control: ControlPlane, record_id: str, engine: str, how_far: str) -> None:
+    """Say, for people, that an engine catches up before it joins; an empty text says that it does not any more."""
+    if how_far:
+        control.register(record_id, _CATCHING_UP, engine, how_far.encode())
+    else:
+        control.unregister(record_id, _CATCHING_UP, engine)
+
+
+def catching_up(control: ControlPlane, record_id: str) -> dict[str, str]:
+    """How far engines are that catch up; one whose node was killed meanwhile is among them until it starts again."""
+    return {engine: value.decode() for engine, value in control.registered(record_id, _CATCHING_UP).items()}
 
 
 class RelayDirectory:

@@ -104,6 +104,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Payload bytes that a node keeps in shared memory for the ranks of its engines, until all have read them."""
     retain_epochs: int = 8
     """Epochs of payloads kept in the delivery store; older ones are swept."""
+    retain_versions: int = 8
+    """Commits whose payloads are kept beside those, so that an engine that starts from an older version can catch up
+    (DESIGN D15)."""
     leader_lease_s: float = 30.0
     """How long a coordinator leads without reaching the control plane, before another one may (DESIGN D16)."""
     channel: str = LOOPBACK

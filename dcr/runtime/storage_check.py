@@ -59,6 +59,12 @@ class StorageCheck:
         _log.info("engine %s was read back in %.3f s: %s", self._name, time.perf_counter() - started, report)
         return report
 
+    def holds(self, version: int, content_digest: str) -> None:
+        """Compare storage with a version, whatever it is taken to hold.  Raises as ``read_back``."""
+        started = time.perf_counter()
+        report = self._contents().compare(version, content_digest, None)
+        _log.info("engine %s was read back in %.3f s: %s", self._name, time.perf_counter() - started, report)
+
     def compare(self, order: CompareContents, owners: Mapping[str, ContentDigest]) -> ContentsCompared:
         """Compare storage with the owners' digests, tensor by tensor.
 

@@ -156,7 +156,7 @@ def test_a_restore_from_spoilt_objects_is_tried_again(fleet: Fleet) -> None:
     fleet.push()
     fleet.check(a)
     fleet.once("OpenApply", lambda step: rewrite(fleet.objects(step.epoch)[0], flip))
-    late = fleet.engine("late")  # loads version 0
+    late = fleet.stranger("late")
     fleet.check(late)
     assert [s.action for s in fleet.steps].count("OpenRestore") == 2
     fleet.check(a)

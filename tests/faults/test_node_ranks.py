@@ -155,6 +155,39 @@ def test_a_node_receives_once_for_all_ranks_of_all_its_engines(fleet_of, node_of
     assert not folder.exists()
 
 
+def test_engines_of_a_node_catch_up_by_payloads_that_the_node_receives_once(fleet_of, node_of):
+    fleet = fleet_of()
+    fleet.check(fleet.engine("a"))
+    for _ in range(2):
+        fleet.step()
+        fleet.push()
+    sharded, one = Sharded(fleet, "sharded"), single(fleet, "one")
+    node = node_of(fleet, [sharded, one])
+    assert node.wait_serving(2, WAIT_S) == 2
+    assert sharded.bits() == fresh(fleet, 2)
+    assert stored_bits(one.model) == served(fleet, 2)
+    assert not any(s.action == "OpenRestore" for s in fleet.steps)
+    sent = [p for s in fleet.steps if s.action == "Commit" for p in (*fleet.objects(s.epoch), fleet.manifest(s.epoch))]
+    assert node.received == (len(sent), sum(len(unsealed(p)) for p in sent))
+    folder = node._reception._memory.folder
+    fleet.wait(lambda: list(folder.iterdir()) == [])
+
+
+def test_a_rank_that_fails_while_its_engine_catches_up_has_it_restored(fleet_of, node_of, caplog):
+    fleet = fleet_of()
+    fleet.check(fleet.engine("a"))
+    for _ in range(2):
+        fleet.step()
+        fleet.push()
+    sharded = Sharded(fleet, "sharded", way=Moody)
+    fleet.once("EndWrite", lambda _: sharded.shards[1].mood.append(ValueError("out of luck")))
+    node = node_of(fleet, [sharded])
+    assert node.wait_serving(2, WAIT_S) == 2
+    assert sharded.bits() == fresh(fleet, 2)
+    assert "engine sharded could not catch up, so it is restored: rank 1: payload rank-0/0" in caplog.text
+    assert [s.action for s in fleet.steps].count("OpenRestore") == 1
+
+
 def test_a_rank_that_fails_fails_its_engine_by_name_and_a_retry_repairs_it(fleet_of, node_of):
     fleet = fleet_of()
     sharded, one = Sharded(fleet, "sharded", way=Moody), single(fleet, "one")

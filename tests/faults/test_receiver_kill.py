@@ -37,8 +37,9 @@ def test_kill_after_every_payload_and_between_every_two_steps(fleet: Deployment)
     kills += [Kill(action) for action in BEFORE_COMMIT]
     kills += [Kill(action) for action in AFTER_COMMIT]
     for kill in kills:
-        # The last victim is replaced by one that loads version 0, is restored to the present version, and rejoins.
-        # Its own kill must wait for the next transition: restores take the same steps, in epochs up to the present.
+        # The last victim is replaced by one that loads version 0, catches up or, once that is too far behind, is
+        # restored, and rejoins.  Its own kill must wait for the next transition: both take the same steps, in epochs
+        # up to the present.
         victim.kill()
         epoch = _epoch(fleet)
         victim = fleet.engine("victim", Kill(kill.action, kill.count, epoch_min=epoch + 2))
@@ -63,9 +64,9 @@ def test_kill_in_the_middle_of_a_restore(fleet: Deployment) -> None:
     fleet.step()
     fleet.push()
     for kill in [Kill("Fence"), Kill("BeginWrite", 1), Kill("BeginWrite", 3), Kill("Acknowledge")]:
-        victim = fleet.engine("victim", kill)
+        victim = fleet.engine("victim", kill, loaded=False)  # of which nothing is known: it cannot catch up
         victim.wait_killed()
-        again = fleet.engine("victim")
+        again = fleet.engine("victim", loaded=False)
         fleet.check(again)  # restored and admitted, beside a survivor that goes on serving
         again.kill()
         fleet.check(survivor)

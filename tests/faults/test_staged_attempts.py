@@ -66,7 +66,7 @@ def test_a_share_larger_than_the_stage_restores_an_engine_all_the_same(fleet_in)
     fleet.step()
     fleet.push()
     fleet.addresses["settings"] = {**fleet.addresses["settings"], "stage_bytes_max": 900}
-    late = fleet.engine("late")  # loads version 0, and the record is at 1
+    late = fleet.stranger("late")
     fleet.check(late)
     (epoch,) = {step.epoch for step in fleet.steps if step.action == "OpenRestore"}
     assert sum(path.stat().st_size for path in fleet.objects(epoch)) > 4 * 900

@@ -111,10 +111,24 @@ class Fleet:
     def state(self) -> dict[str, torch.Tensor]:
         return {n: t.detach().clone() for n, t in self.policy.state_dict().items()}
 
-    def engine(self, name: str, make: Callable[[], nn.Module] = Served) -> ThreadEngine:
+    def engine(self, name: str, make: Callable[[], nn.Module] = Served, version: int = 0) -> ThreadEngine:
+        """An engine that was started from a version's checkpoint."""
+        return self._engine(name, make, self.folder / f"v{version}", self.states[version])
+
+    def stranger(self, name: str) -> ThreadEngine:
+        """An engine that was started from what is no version of the record: no payload of one helps it."""
+        other = {n: t.detach().clone() for n, t in Policy(seed=99).state_dict().items()}
+        return self._engine(name, Served, self.folder / "stranger", other)
+
+    def _engine(
+        self, name: str, make: Callable[[], nn.Module], checkpoint: Path, state: dict[str, torch.Tensor]
+    ) -> ThreadEngine:
+        if not checkpoint.exists():
+            checkpoint.mkdir()
+            save_file(state, checkpoint / "model.safetensors")
         model = make()
-        model.load_weights(self.states[0].items())
-        e = ThreadEngine(self, name, model, self.checkpoint)
+        model.load_weights(state.items())
+        e = ThreadEngine(self, name, model, checkpoint)
         self.engines.append(e)
         return e
 

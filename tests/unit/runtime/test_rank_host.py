@@ -15,12 +15,12 @@ from rank import EMBED, LOADED, OWNERS, Q, Rank, acknowledged, failed
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.placement.loader_path import LoaderPath
 from dcr.data_plane.placement.placement import Placement
-from dcr.protocol.identity import Kind
-from dcr.protocol.messages import OpenApply
+from dcr.protocol.identity import Base, Kind
+from dcr.protocol.messages import OpenApply, StorageState
 from dcr.protocol.receiver import PrepareRank
 from dcr.protocol.record import CommitRecord, Committed, OwnerRef
 from dcr.runtime.rank_host import RankHost
-from dcr.runtime.rank_messages import Learn, Undeliverable, decode_answer, encode
+from dcr.runtime.rank_messages import BeginCatchUp, EndCatchUp, Learn, ReadBack, Undeliverable, decode_answer, encode
 from tests.faults.models import BF16, dense
 
 # ---------------------------------------------------------------- refused, and nothing happened
@@ -428,3 +428,63 @@ def test_threads_that_call_a_rank_at_once_take_turns(seed):
     assert not any(a.refused for a in answers)
     assert [r.root for r in acknowledged(answers)] == [rank.root()]
     assert rank.bits == dense(rank.new)
+
+
+# ---------------------------------------------------------------- catching up
+
+NOTHING = StorageState(None, "", ("unknown",))
+
+
+def behind():
+    """A rank that catches up, and the record after what it is behind in: its candidate was committed in epoch 1."""
+    rank = Rank()
+    assert rank.call(BeginCatchUp()).state == NOTHING
+    rank.open()
+    c = Committed(1, 1, "c", (), rank.root(), "op")
+    return rank, CommitRecord("r", 1, 1, "l", 1, "cd" * 16, committed=c)
+
+
+def test_while_it_catches_up_nothing_is_known_of_storage_and_then_it_is_as_loaded():
+    rank, record = behind()
+    answers = [rank.call(r) for r in rank.requests]
+    assert {a.state for a in answers} == {NOTHING}
+    assert rank.call(Learn(record)).results[0].state == StorageState(1, "cd" * 16, ())
+    assert rank.bits == dense(rank.new)
+    assert rank.call(EndCatchUp("cd" * 16)).state == StorageState(None, "cd" * 16, ())
+    (state,) = rank.call(Learn(record)).results  # to the record it is one that was loaded so, and acknowledged nothing
+    assert (state.state, state.fence, state.committed_here) == (StorageState(1, "cd" * 16, ()), 1, False)
+
+
+def test_it_cannot_end_with_what_storage_does_not_hold():
+    rank, _ = behind()
+    assert "does not hold content cdcd" in rank.call(EndCatchUp("cd" * 16)).refused
+    rank.call(rank.requests[0])
+    assert "does not hold content" in rank.call(EndCatchUp(LOADED)).refused
+    assert rank.call(EndCatchUp("")).state == NOTHING
+    assert "does not catch up" in rank.call(EndCatchUp("")).refused
+
+
+def test_payloads_against_another_version_are_refused_while_it_catches_up():
+    rank = Rank()
+    rank.call(BeginCatchUp())
+    order = rank.order(1, Base(Kind.RELATIVE, 0, "ef" * 16, "c"))
+    record = msgspec.structs.replace(order.record, baseline_id="ef" * 16)
+    (result,) = rank.call(msgspec.structs.replace(order, record=record)).results
+    assert "a relative payload against version 0 was refused: storage holds no known version" in result.reason
+    assert rank.bits == dense(rank.old)
+
+
+def test_a_rank_that_takes_part_does_not_catch_up():
+    rank = Rank()
+    rank.prepare()
+    before = rank.call(ReadBack()).state
+    assert "this rank takes part already" in rank.call(BeginCatchUp()).refused
+    assert rank.call(ReadBack()).state == before
+
+
+def test_an_agent_that_attaches_anew_finds_nothing_known_and_the_rank_obeys_the_record_again():
+    rank, _ = behind()
+    rank.call(rank.requests[0])
+    assert rank.call(rank.attach).state == NOTHING
+    (result,) = rank.call(rank.order(4, rank.base(Kind.RELATIVE))).results
+    assert "was refused: storage holds no known version, torn by unknown" in result.reason
