@@ -9,7 +9,7 @@ from dcr.protocol.identity import Kind, Manifest, decode_manifest, manifest_root
 from dcr.protocol.record import CommitRecord
 from dcr.protocol.session import digest_sum
 from dcr.runtime.committed_attempt import BYTES_MAX, CommittedAttempt
-from dcr.runtime.reception import MANIFEST_BYTES_MAX
+from dcr.runtime.incoming import MANIFEST_BYTES_MAX
 from dcr.runtime.refit_status import in_bytes
 
 Look = Callable[[Sequence[str], int], Sequence[bytes | None]]

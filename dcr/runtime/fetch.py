@@ -13,8 +13,8 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import PayloadIdentity, decode_manifest
 from dcr.protocol.messages import Prepare
 from dcr.protocol.record import OwnerRef
+from dcr.runtime.incoming import Incoming
 from dcr.runtime.rank_messages import Answer, Payload, SealedManifest, Shared, Undeliverable
-from dcr.runtime.reception import Incoming
 
 _log = logging.getLogger("dcr.node")
 

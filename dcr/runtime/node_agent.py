@@ -16,13 +16,7 @@ from dcr.protocol import node as role
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.identity import Kind
-from dcr.protocol.messages import (
-    CompareContents,
-    OpenApply,
-    Report,
-    decode_order,
-    encode_message,
-)
+from dcr.protocol.messages import CompareContents, OpenApply, Report, decode_order, encode_message
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
 from dcr.protocol.record import decode_record
 from dcr.protocol.step import Step
@@ -43,15 +37,12 @@ from dcr.runtime.ranks import Engine, RankLostError, Ranks
 from dcr.runtime.reception import Inbox
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
+from dcr.runtime.serving_wait import NodeError, ServingWait
 from dcr.runtime.settings import Settings
 from dcr.runtime.spoke import Spoke
 from dcr.runtime.storage_check import StorageCheck
 
 _log = logging.getLogger("dcr.node")
-
-
-class NodeError(DcrError):
-    """The engine cannot go on: the leader refused it, or its gate or rank failed."""
 
 
 class NodeAgent:
@@ -102,13 +93,14 @@ class NodeAgent:
         self._control = control
         self._inbox = inbox
         self._settings = settings
-        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._wait = ServingWait(name, self._stop)
         self._gate = GateKeeper(
             engine,
             name,
             drain_timeout_s=settings.drain_timeout_s,
             lease_s=settings.serve_lease_s,
-            changed=self._tell,
+            changed=self._wait.look,
         )
         # The role starts with a closed gate; an agent before this one may have left it open.
         self._gate.close()
@@ -127,7 +119,6 @@ class NodeAgent:
         self._observe = self._event_log.before(observe)
         self._fetch: Fetch | None = None
         self._warned = ""
-        self._stop = threading.Event()
         self._loaded = threading.Event()  # what storage holds when the engine joins is there
         self._catch_up = CatchUp(
             name,
@@ -188,25 +179,7 @@ class NodeAgent:
         Raises:
             NodeError: the engine was refused or failed, or the time ran out.
         """
-        with self._changed:
-            done = self._changed.wait_for(
-                lambda: (
-                    self._progress.failure
-                    or self._stop.is_set()
-                    or ((serving := self.serving) is not None and serving >= version)
-                ),
-                timeout_s,
-            )
-            if self._stop.is_set():
-                raise NodeError(f"engine {self._name}: its node is closed")
-            if self._progress.failure:
-                raise NodeError(f"engine {self._name}: {self._progress.failure}")
-            if not done:
-                raise NodeError(
-                    f"engine {self._name}: version {version} is not served after {timeout_s:.3g} s: "
-                    f"{self._progress.why()}"
-                )
-            return version if (serving := self.serving) is None else serving  # it may have closed since
+        return self._wait.for_version(self._progress, version, timeout_s)
 
     def readback(self, timeout_s: float) -> ReadbackReport:
         """Read storage back now, and compare it with the version that it is taken to hold; requests run meanwhile.
@@ -241,7 +214,7 @@ class NodeAgent:
         self._stop.set()
         self._loaded.set()
         self._gate.stop()
-        self._tell()
+        self._wait.look()
         self._spoke.close()
         self._thread.join(self._settings.drain_timeout_s)
         self._gate.join(self._settings.drain_timeout_s)
@@ -348,7 +321,7 @@ class NodeAgent:
                 # Every rank is given the same order: one call carries it to all of them.
                 assert tuple(e.rank for e in same if isinstance(e, role.ToRank)) == self._ranks.names
                 self._order(order)
-        self._tell()
+        self._wait.look()
 
     def _carry_out(self, effect: role.Effect) -> None:  # noqa: C901, PLR0912 - one branch an effect
         match effect:
@@ -469,11 +442,6 @@ class NodeAgent:
         except ControlPlaneUnavailableError as e:
             self._warn(f"engine {self._name} could not look up the leader: {e}")
 
-    def _tell(self) -> None:
-        """Somebody may wait for what has changed."""
-        with self._changed:
-            self._changed.notify_all()
-
     def _warn(self, text: str) -> None:
         """Log once what goes on being true."""
         if text != self._warned:
@@ -524,6 +492,5 @@ class NodeAgent:
         self._spoke.send(encode_message(report))
 
     def _give_up(self, reason: str) -> None:
-        with self._changed:
-            self._progress.gives_up(reason)
-            self._changed.notify_all()
+        self._progress.gives_up(reason)
+        self._wait.look()

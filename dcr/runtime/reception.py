@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from dcr.data_plane.content_digest import ContentDigest
-from dcr.delivery.interface import Delivery, DeliveryError, manifest_key, payload_key
+from dcr.delivery.interface import Delivery, DeliveryError, payload_key
 from dcr.delivery.meeting import RELAY, missed
 from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
@@ -19,6 +19,7 @@ from dcr.protocol.identity import PayloadIdentity
 from dcr.protocol.messages import Prepare, TableRef
 from dcr.protocol.record import OwnerRef
 from dcr.runtime.contents_table import read_tables
+from dcr.runtime.incoming import MANIFEST_BYTES_MAX, attempt_manifest_key
 from dcr.runtime.rank_messages import Shared
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory, SharedMemoryError
@@ -27,7 +28,6 @@ from dcr.runtime.store_readers import StoreReaders
 _log = logging.getLogger("dcr.node")
 T = TypeVar("T")
 
-MANIFEST_BYTES_MAX = 64 << 20
 READERS_MAX = 8
 """Objects that are read from the store at once; each may be in host memory once more while it is."""
 AHEAD_MAX = READERS_MAX // 2
@@ -384,20 +384,6 @@ class Reception:
         self._changed.notify_all()
 
 
-class Incoming(Protocol):
-    """Where the payloads and manifests of an attempt come from; ``Inbox`` says what each call means."""
-
-    @property
-    def traffic(self) -> Traffic: ...  # noqa: D102
-    def payload(self, identity: PayloadIdentity) -> Shared | bytes | None: ...  # noqa: D102
-    def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None: ...  # noqa: D102
-    def ahead(self, identities: Iterable[PayloadIdentity]) -> None: ...  # noqa: D102
-    def payload_taken(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
-    def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None: ...  # noqa: D102
-    def payload_again(self, identity: PayloadIdentity) -> None: ...  # noqa: D102
-    def manifest_again(self, order: Prepare, owner: OwnerRef) -> None: ...  # noqa: D102
-
-
 class Inbox:
     """One engine's way into the reception of its host."""
 
@@ -426,7 +412,7 @@ class Inbox:
 
     def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None:
         """An owner's manifest of an attempt; None while it is not in sight.  Raises as ``Reception.get``."""
-        data = self._reception.get(self._engine, _manifest_key(order, owner), order.epoch, shared=False)
+        data = self._reception.get(self._engine, attempt_manifest_key(order, owner), order.epoch, shared=False)
         assert not isinstance(data, Shared)
         return data
 
@@ -448,7 +434,7 @@ class Inbox:
 
     def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None:
         """The ranks are done with it."""
-        self._reception.taken(self._engine, _manifest_key(order, owner))
+        self._reception.taken(self._engine, attempt_manifest_key(order, owner))
 
     def payload_again(self, identity: PayloadIdentity) -> None:
         """The copy that was given is bad."""
@@ -456,7 +442,7 @@ class Inbox:
 
     def manifest_again(self, order: Prepare, owner: OwnerRef) -> None:
         """The copy that was given is bad."""
-        self._reception.again(_manifest_key(order, owner))
+        self._reception.again(attempt_manifest_key(order, owner))
 
     def passed(self, epoch: int) -> None:
         """Nothing of this epoch or an older one will be asked for again."""
@@ -465,61 +451,3 @@ class Inbox:
     def leave(self) -> None:
         """Nothing will be asked for again."""
         self._reception.leave(self._engine)
-
-
-def _manifest_key(order: Prepare, owner: OwnerRef) -> str:
-    return manifest_key(order.record_id, order.target, order.epoch, owner.owner, owner.incarnation)
-
-
-class StoreInbox:
-    """A delivery store read directly, for a rank that no node agent receives for.
-
-    Args:
-        delivery: the store.
-        payload_bytes_max: larger payloads are refused before they are read.
-    """
-
-    def __init__(self, delivery: Delivery, payload_bytes_max: int) -> None:
-        self._delivery = delivery
-        self._payload_bytes_max = payload_bytes_max
-        self._missed: dict[str, tuple[float, int]] = {}
-        """When each object was looked for last, and how often, in vain."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was asked of the store so far."""
-        return self._delivery.traffic
-
-    def payload(self, identity: PayloadIdentity) -> bytes | None:
-        """A payload; None while it is not in sight.  DeliveryError if the store could not be used."""
-        return self._get(payload_key(identity), self._payload_bytes_max)
-
-    def manifest(self, order: Prepare, owner: OwnerRef) -> bytes | None:
-        """An owner's manifest of an attempt; None while it is not in sight.  Raises as ``payload``."""
-        return self._get(_manifest_key(order, owner), MANIFEST_BYTES_MAX)
-
-    def _get(self, key: str, size_max: int) -> bytes | None:
-        at_s, looks = self._missed.get(key, (0.0, 0))
-        if looks and time.monotonic() - at_s < self._delivery.look_pause.after(looks):
-            return None
-        data = self._delivery.get(key, size_max)
-        if data is None:
-            self._missed[key] = time.monotonic(), looks + 1
-        else:
-            self._missed.pop(key, None)
-        return data
-
-    def ahead(self, identities: Iterable[PayloadIdentity]) -> None:
-        """Nothing is read before it is asked for."""
-
-    def payload_taken(self, identity: PayloadIdentity) -> None:
-        """Nothing is kept here."""
-
-    def manifest_taken(self, order: Prepare, owner: OwnerRef) -> None:
-        """Nothing is kept here."""
-
-    def payload_again(self, identity: PayloadIdentity) -> None:
-        """Nothing is kept here: the store is read again."""
-
-    def manifest_again(self, order: Prepare, owner: OwnerRef) -> None:
-        """Nothing is kept here: the store is read again."""

@@ -11,7 +11,7 @@ from dcr.data_plane.item import Operation
 from dcr.data_plane.payload import read_header
 from dcr.protocol.messages import Published, decode_order
 from dcr.protocol.step import Step
-from dcr.runtime.node_agent import NodeError
+from dcr.runtime.serving_wait import NodeError
 from tests.faults.models import Doubled, Policy, Served
 from tests.faults.thread_fleet import Fleet, flip, forge, unsealed
 

@@ -18,10 +18,10 @@ from dcr.rollout.checkpoint import read_checkpoint
 from dcr.rollout.gate import Gate
 from dcr.rollout.tied import tied_names
 from dcr.rollout.torch.engine import TorchEngine
-from dcr.runtime.node_agent import NodeError
 from dcr.runtime.rank_host import RankHost
 from dcr.runtime.rank_messages import Answer, decode_request, encode
 from dcr.runtime.ranks import RankLostError
+from dcr.runtime.serving_wait import NodeError
 from tests.faults.models import BF16, Policy, Served, stored_bits
 from tests.faults.thread_fleet import WAIT_S, unsealed
 

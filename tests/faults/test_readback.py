@@ -7,8 +7,8 @@ from dcr import RolloutNode
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.contents import ReadbackError
-from dcr.runtime.node_agent import NodeError
 from dcr.runtime.rank_messages import Learn, decode_request
+from dcr.runtime.serving_wait import NodeError
 from tests.faults.test_node_ranks import ROWS, Sharded, fresh, single
 from tests.faults.thread_fleet import WAIT_S
 

@@ -13,7 +13,7 @@ from dcr.data_plane.item import TensorSpec
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.messages import Verify, encode_message
 from dcr.runtime.contents_table import TABLE_BYTES_MAX, decode_table, encode_table
-from dcr.runtime.node_agent import NodeError
+from dcr.runtime.serving_wait import NodeError
 from tests.faults.test_node_ranks import Sharded, fresh, single
 from tests.faults.thread_fleet import WAIT_S, forge, unsealed
 

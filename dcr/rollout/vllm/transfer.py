@@ -43,6 +43,7 @@ from dcr.rollout.node import describe
 from dcr.rollout.vllm.extension import DcrWorkerExtension
 from dcr.rollout.vllm.rank_calls import check_caches
 from dcr.runtime.fetch import Fetch
+from dcr.runtime.incoming import StoreInbox
 from dcr.runtime.rank_messages import (
     Answer,
     Attach,
@@ -56,7 +57,6 @@ from dcr.runtime.rank_messages import (
     decode_answer,
     encode,
 )
-from dcr.runtime.reception import StoreInbox
 from dcr.runtime.transfer import TransferAttempt
 
 ENGINE = "vllm"

@@ -37,10 +37,10 @@ from dcr.rollout.node import RolloutNode
 from dcr.rollout.torch.engine import TorchEngine
 from dcr.runtime.channel import Hub, Peer, Received
 from dcr.runtime.emission import Emission
-from dcr.runtime.node_agent import NodeError
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import load_or_create_secret, record_secret
 from dcr.runtime.secret_path import secret_path
+from dcr.runtime.serving_wait import NodeError
 from dcr.runtime.settings import Settings
 from dcr.trainer.torch.source import TorchSource
 from tests.faults.models import Policy, Served, dense, stored_bits
