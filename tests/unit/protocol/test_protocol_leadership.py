@@ -99,7 +99,9 @@ def test_a_leader_that_gave_up_does_nothing_more_whatever_it_reads() -> None:
     for _ in range(REWRITES_MAX + 1):
         at.c.unknown(w.operation_id)
         gave_up = at.c.record_read(at.revision, at.record, "")
-    assert [type(e).__name__ for e in gave_up] == ["Step", "Fatal"]
+    step, fatal = gave_up
+    assert "open again and again" in fatal.reason
+    assert step == Step("c1", "Fatal", 0, fatal.reason)
     assert at.c.record_read(at.revision + 1, w.record, w.operation_id) == []  # its write took effect after all
     assert at.c.written(w.operation_id, at.revision + 1) == []
     assert at.c.conflict(w.operation_id, at.revision + 1, w.operation_id) == []

@@ -15,6 +15,7 @@ def test_restore_then_admit() -> None:
     at.joins("new", StorageState(None, "", ("unknown",)))
     prepare, emit = at.take()
     assert prepare.base.kind is emit.base.kind is Kind.RESTORE
+    assert emit.operation == "set"
     at.prepared("new", StorageState(None, "", ("unknown",)))
     at.seals(D0)
     assert at.reasons[-1] == "OpenRestore"

@@ -302,3 +302,10 @@ def test_a_restore_of_what_it_sealed_waits_for_the_fold_even_if_nobody_has_named
     o.fold(Fold("policy", 1))
     o.learned(committed(1))
     assert without_steps(o.folded(1, "d1"))[-1] == Again(restore)
+
+
+def test_the_trail_of_a_seal_says_how_much_and_what() -> None:
+    o, m = owner(), manifest(1)
+    assert o.emit(order(1))[0] == Step("o", "Emit", 1, "relative")
+    o.emitted(m)
+    assert o.sealed(m) == [Step("o", "Seal", 1, payloads=0, content_digest="d1"), ReportSealed(m)]
