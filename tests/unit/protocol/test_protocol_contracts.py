@@ -43,6 +43,7 @@ def test_record_and_manifest_bytes() -> None:
     assert decode_record(bytes.fromhex(GOLDEN["CommitRecord"])) == RECORD
     assert encode_manifest(MANIFEST) == bytes.fromhex(GOLDEN["Manifest"])
     assert decode_manifest(bytes.fromhex(GOLDEN["Manifest"])) == MANIFEST
+    assert MANIFEST.digest() == hashlib.sha256(bytes.fromhex(GOLDEN["Manifest"])).hexdigest()
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00", b"\xc1", bytes.fromhex(GOLDEN["Prepare"])[:-1]])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dcr.protocol
 from dcr.protocol.record import CommitRecord, Committed, OpenTransition
+from dcr.runtime.settings import Settings
 from tests.conformance.code_mutants import CODE_MUTANTS, ON_A_GRAPH, UNSHOWN, WITHOUT_COUNTERPART
 
 SOURCES = Path(dcr.protocol.__file__).parent
@@ -155,3 +156,10 @@ def test_every_variable_of_the_specification_has_its_place_in_the_code() -> None
     attributes = [name for _, code in rows for name in quoted(code) if re.fullmatch(r"[A-Z]\w+\.\w+", name)]
     assert len(attributes) > 40
     assert [name for name in attributes if not is_in_the_code(name)] == []
+
+
+def test_every_timer_of_the_coordinator_is_a_setting() -> None:
+    found = re.findall(r"_(?:start_timer|wait)\((.*?)[,)]", (SOURCES / "coordinator.py").read_text())
+    names = {name for call in found for name in re.findall(r'"(\w+)"', call)}
+    assert names >= {"prepare", "ack", "fold", "restore", "restore_pause", "owners", "members", "ranks"}
+    assert {f"{name}_timeout_s" for name in names} <= set(Settings.__struct_fields__)
