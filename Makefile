@@ -5,7 +5,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 SLOW := tests/integration
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long traces bench lint clean
+.PHONY: help install demo test test-long traces mutation bench lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -32,11 +32,19 @@ test-long: install ## the tests marked long, and what fault tests wrote down, he
 traces: install ## take the traces that tests replay from the specification anew (spec/tla/traces)
 	$(BIN)/dcr spec traces
 
+.venv-mutation/installed: constraints-mutation.txt
+	python3.11 -m venv .venv-mutation
+	.venv-mutation/bin/pip install --quiet --no-deps --requirement constraints-mutation.txt
+	touch $@
+
+mutation: .venv-mutation/installed ## mutate dcr/protocol, list what no test notices (docs/mutation.md); ARGS="--seed 2 --minutes 10"
+	.venv-mutation/bin/python scripts/mutation.py $(ARGS)
+
 bench: install ## run every bench/*.py
 	@scripts="$$(ls bench/*.py 2>/dev/null | grep -v -e bench/table.py -e bench/workload.py -e bench/gpu_exactness.py -e bench/gpu_refit.py -e bench/wan_)"; \
 	if [ -z "$$scripts" ]; then echo "bench/ holds no scripts"; fi; \
 	for script in $$scripts; do echo "$$script"; OMP_WAIT_POLICY=passive $(BIN)/python "$$script" || [ $$? -eq 3 ] || exit 1; done # 3: no GPU, no root
 
 clean: ## remove what runs and tools left behind; .venv stays
-	rm -rf run build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf run build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name .venv -prune -o -name __pycache__ -print0 | xargs -0 rm -rf

@@ -33,7 +33,7 @@ def make(*arguments):
 
 
 def test_make_help_lists_every_target():
-    targets = ["help", "install", "demo", "lint", "test", "test-long", "traces", "bench", "clean"]
+    targets = ["help", "install", "demo", "lint", "test", "test-long", "traces", "mutation", "bench", "clean"]
     assert re.findall(r"^  ([a-z-]+) +\w", make("help"), re.MULTILINE) == targets
     make("--dry-run", *targets)
 
@@ -53,6 +53,16 @@ def test_constraints_are_exact_and_are_what_is_installed():
     assert len(names) == len(set(names))
     differ = {pin: version(pin.split("==")[0]) for pin in pins if version(pin.split("==")[0]) != pin.split("==")[1]}
     assert differ == {}
+
+
+def test_the_mutation_environment_has_the_same_releases():
+    def pins(file):
+        lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+        return {re.sub(r"[-_.]+", "-", name).lower(): pinned for name, pinned in (line.split("==") for line in lines)}
+
+    ours, mutation = pins("constraints.txt"), pins("constraints-mutation.txt")
+    assert {name: pin for name, pin in mutation.items() if ours.get(name, pin) != pin} == {}
+    assert f'mutation = ["mutmut=={mutation["mutmut"]}"]' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.timeout(600)  # a process a module, some of which import vLLM

@@ -75,6 +75,8 @@ class Leader(ABC):
             record: K; None if absent.
             operation_id: the operation that made this revision.
         """
+        if self.phase is Phase.FATAL:
+            return []  # whatever became of its last write, it leads no more
         w = self._write
         if w is None:
             if self.phase is Phase.STARTING:
@@ -160,5 +162,5 @@ class Leader(ABC):
         )
 
     def _fatal(self, reason: str) -> list[Effect]:
-        self.phase = Phase.FATAL
+        self.phase, self._write = Phase.FATAL, None
         return [Step(self.leader, "Fatal", self._epoch, reason), Fatal(reason)]

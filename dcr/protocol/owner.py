@@ -312,7 +312,7 @@ class Owner:
 
     def _owes_fold(self, base: Base) -> bool:
         """True if the order is against a version that this owner sealed and has still to fold."""
-        behind = not self.baseline_digest or (self.base is not None and self.base < base.version)
+        behind = self.base is None or self.base < base.version
         sealed = any(m.target == base.version and epoch > self.folded_epoch for epoch, m in self._sealed.items())
         return base.kind is not Kind.DENSE and behind and sealed
 

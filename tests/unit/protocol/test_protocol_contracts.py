@@ -1,5 +1,6 @@
 """The bytes of K, manifests and messages are contracts: they change only together with a version number."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import get_args
@@ -42,6 +43,7 @@ def test_record_and_manifest_bytes() -> None:
     assert decode_record(bytes.fromhex(GOLDEN["CommitRecord"])) == RECORD
     assert encode_manifest(MANIFEST) == bytes.fromhex(GOLDEN["Manifest"])
     assert decode_manifest(bytes.fromhex(GOLDEN["Manifest"])) == MANIFEST
+    assert MANIFEST.digest() == hashlib.sha256(bytes.fromhex(GOLDEN["Manifest"])).hexdigest()
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00", b"\xc1", bytes.fromhex(GOLDEN["Prepare"])[:-1]])
@@ -64,3 +66,14 @@ def test_manifest_root_is_of_the_set() -> None:
     assert manifest_root({"a": "1", "b": "2"}) == manifest_root({"b": "2", "a": "1"})
     assert len({manifest_root(d) for d in ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, {"a": "12"}, {"a": "1"})}) == 4
     assert MANIFEST.identity(1) == PayloadIdentity("policy", 7, 10, "o0", 9, 1)
+
+
+def test_the_root_is_over_names_and_digests_in_the_order_of_the_names() -> None:
+    packed = b"\x92\xa1a\xa11" + b"\x92\xa1b\xa12"  # MessagePack: pairs of one-letter strings
+    assert manifest_root({"b": "2", "a": "1"}) == hashlib.sha256(packed).hexdigest()
+
+
+def test_a_reason_that_is_too_long_keeps_its_two_ends() -> None:
+    fits = "x" * messages.REASON_CHARS_MAX
+    assert messages.cut(fits) is fits
+    assert messages.cut("a" + fits + "z") == f"a{'x' * 999} ... (2 characters left out) ... {'x' * 999}z"

@@ -62,8 +62,10 @@ def test_the_synchronous_schedule() -> None:
     at.folded()
     (outcome,) = at.take()
     assert isinstance(outcome, Outcome)
-    assert (outcome.error, outcome.version, outcome.incarnation, outcome.push) == ("", 1, 1, 1)
-    assert outcome.summary["attempts"] == 1
+    assert (outcome.error, outcome.version, outcome.epoch, outcome.incarnation, outcome.push) == ("", 1, 1, 1, 1)
+    counts = {"attempts": 1, "changed_entries": 1, "elements": 3, "payloads": 1, "payload_bytes": 8}
+    told = {"kind": "relative", "members": ["a", "b"], "failures": [], "warnings": []}
+    assert outcome.summary == counts | told
     assert at.c.phase is Phase.IDLE
 
 

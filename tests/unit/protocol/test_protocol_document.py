@@ -9,7 +9,9 @@ from pathlib import Path
 
 import dcr.protocol
 from dcr.protocol.record import CommitRecord, Committed, OpenTransition
+from dcr.runtime.settings import Settings
 from dcr.simulator.glossary import GLOSSES
+from tests.conformance.code_mutants import CODE_MUTANTS, ON_A_GRAPH, UNSHOWN, WITHOUT_COUNTERPART
 
 SOURCES = Path(dcr.protocol.__file__).parent
 ROLES = dict.fromkeys(("leader", "registrar", "conductor"), "coordinator")
@@ -126,6 +128,23 @@ def test_every_decision_is_explained_and_every_mutant_shows_one() -> None:
     assert {name for _, _, cell in rows for name in quoted(cell)} == mutants
 
 
+def test_every_mutant_has_its_row_and_the_row_says_how_it_is_caught() -> None:
+    (rows,) = tables(section("The mutants"))
+    mutants = json.loads((SPEC / "manifest.json").read_text())["mutants"]
+    assert [quoted(row[0]) for row in rows] == [[m["name"]] for m in mutants]
+    shown = {m.what: f"`{m.model}`" for m in CODE_MUTANTS} | {m.what: f"graph of `{m.model}`" for m in ON_A_GRAPH}
+    for m, (_, caught_by, states, _, code, seeds) in zip(mutants, rows, strict=True):
+        property_ = m["caught_by"].rpartition(":")[2]
+        assert quoted(caught_by) == ["Converges" if property_ == "property" else property_]
+        assert int(states) >= 2
+        if m["name"] in shown:
+            assert shown[m["name"]] in code
+            assert re.fullmatch(r"[\d,]+|no", seeds)
+        else:
+            assert code == ("not told apart" if m["name"] in UNSHOWN else "none")
+            assert (m["name"] in UNSHOWN) != (m["name"] in WITHOUT_COUNTERPART)
+
+
 def test_every_action_of_the_specification_has_its_methods_and_steps() -> None:
     rows, _, _ = tables(section("Names in the specification and in the code"))
     actions = [name for spec, _, _ in rows for name in quoted(spec)]
@@ -145,3 +164,10 @@ def test_every_variable_of_the_specification_has_its_place_in_the_code() -> None
     attributes = [name for _, code in rows for name in quoted(code) if re.fullmatch(r"[A-Z]\w+\.\w+", name)]
     assert len(attributes) > 40
     assert [name for name in attributes if not is_in_the_code(name)] == []
+
+
+def test_every_timer_of_the_coordinator_is_a_setting() -> None:
+    found = re.findall(r"_(?:start_timer|wait)\((.*?)[,)]", (SOURCES / "coordinator.py").read_text())
+    names = {name for call in found for name in re.findall(r'"(\w+)"', call)}
+    assert names >= {"prepare", "ack", "fold", "restore", "restore_pause", "owners", "members", "ranks"}
+    assert {f"{name}_timeout_s" for name in names} <= set(Settings.__struct_fields__)

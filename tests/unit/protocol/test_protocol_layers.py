@@ -84,3 +84,18 @@ def test_every_owner_hears_what_all_of_them_changed():
     outcomes = [o for o in at.take() if isinstance(o, Outcome)]
     assert len(outcomes) == 2
     assert all(o.layers == (LayerChanges("l.0", 3, 20), LayerChanges("l.1", 0, 5)) for o in outcomes)
+
+
+def test_of_each_stage_the_longest_time_is_told() -> None:
+    at = Leader()
+    at.owner_joins()
+    at.joins("a")
+    at.push()
+    at.prepared("a")
+    root = manifest_root({"o": "digest"})
+    at.owner(Sealed("o", 1, at.epoch, "digest", HALF, 1, 8, 1, 3, {"encode": 0.5, "deliver": 0.25}))
+    at.member(Acknowledged("a", 1, at.epoch, root, {"apply": 1.0, "deliver": 2.0}))
+    at.owner(Folded("o", 1, at.epoch, HALF, "", {"fold": 0.125, "encode": 0.25}))
+    told = at.take()[-1].summary
+    seconds = {name: s for name, s in told.items() if name.startswith("seconds_")}
+    assert seconds == {"seconds_apply": 1.0, "seconds_deliver": 2.0, "seconds_encode": 0.5, "seconds_fold": 0.125}

@@ -91,6 +91,24 @@ def test_late_answers_of_the_control_plane_change_nothing() -> None:
     assert at.c.record_read(at.revision, at.record, "x") == []
 
 
+def test_a_leader_that_gave_up_does_nothing_more_whatever_it_reads() -> None:
+    at = leading("a")
+    at.hold_writes = True
+    at.push()
+    w = at.held[-1]
+    for _ in range(REWRITES_MAX + 1):
+        at.c.unknown(w.operation_id)
+        gave_up = at.c.record_read(at.revision, at.record, "")
+    step, fatal = gave_up
+    assert "open again and again" in fatal.reason
+    assert step == Step("c1", "Fatal", 0, fatal.reason)
+    assert at.c.record_read(at.revision + 1, w.record, w.operation_id) == []  # its write took effect after all
+    assert at.c.written(w.operation_id, at.revision + 1) == []
+    assert at.c.conflict(w.operation_id, at.revision + 1, w.operation_id) == []
+    assert at.c.unknown(w.operation_id) == []
+    assert at.c.phase is Phase.FATAL
+
+
 def test_version_0_needs_every_owners_baseline() -> None:
     at = Leader()
     at.owner_joins(1, "")

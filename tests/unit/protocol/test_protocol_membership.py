@@ -7,7 +7,8 @@ from dcr.protocol.coordinator import Phase
 from dcr.protocol.fleet import ENGINES_MAX
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import EmitFailed, OpenApply, Refuse, StorageState
-from dcr.protocol.record import Member
+from dcr.protocol.record import Member, OwnerRef
+from dcr.protocol.step import Step
 
 
 def test_restore_then_admit() -> None:
@@ -15,6 +16,7 @@ def test_restore_then_admit() -> None:
     at.joins("new", StorageState(None, "", ("unknown",)))
     prepare, emit = at.take()
     assert prepare.base.kind is emit.base.kind is Kind.RESTORE
+    assert emit.operation == "set"
     at.prepared("new", StorageState(None, "", ("unknown",)))
     at.seals(D0)
     assert at.reasons[-1] == "OpenRestore"
@@ -22,6 +24,22 @@ def test_restore_then_admit() -> None:
     assert at.reasons[-1] == "Admit"
     assert at.record is not None
     assert at.record.members == (Member("a", 1), Member("new", 1))
+
+
+def test_the_step_of_a_restore_says_what_was_written_and_whom_it_is_for() -> None:
+    at = leading("a")
+    at.hold_writes = True
+    at.joins("new", StorageState(None, "", ("unknown",)))
+    (w,) = at.held
+    step = at.c.written(w.operation_id, 9)[0]
+    assert step == Step(
+        *("c1", "OpenRestore", w.record.epoch),
+        record=w.record,
+        revision=9,
+        operation_id=w.operation_id,
+        members=(Member("new", 1),),
+        owners=(OwnerRef("o", 1),),
+    )
 
 
 def restoring_a_holder() -> Leader:

@@ -287,3 +287,25 @@ def test_emission_failure_is_reported_once() -> None:
     o.emit(order(1))
     assert without_steps(o.emission_failed(1, "down", fatal=True)) == [ReportEmitFailed(1, "down", fatal=True)]
     assert o.emission_failed(1, "down") == []
+
+
+def test_a_restore_of_what_it_sealed_waits_for_the_fold_even_if_nobody_has_named_the_version_of_its_baseline() -> None:
+    o = owner()
+    dense = order(1, Kind.DENSE)
+    o.emit(dense)  # needs no baseline, and tells nothing of it
+    m = msgspec.structs.replace(manifest(1), base=dense.base)
+    o.emitted(m)
+    o.sealed(m)
+    restore = order(2, Kind.RESTORE, "", base=1, target=1)
+    assert o.emit(restore) == []
+    assert (o.fence, o.base) == (1, None)
+    o.fold(Fold("policy", 1))
+    o.learned(committed(1))
+    assert without_steps(o.folded(1, "d1"))[-1] == Again(restore)
+
+
+def test_the_trail_of_a_seal_says_how_much_and_what() -> None:
+    o, m = owner(), manifest(1)
+    assert o.emit(order(1))[0] == Step("o", "Emit", 1, "relative")
+    o.emitted(m)
+    assert o.sealed(m) == [Step("o", "Seal", 1, payloads=0, content_digest="d1"), ReportSealed(m)]

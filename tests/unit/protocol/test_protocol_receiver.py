@@ -366,3 +366,11 @@ def test_loaded_content_is_a_version_only_if_the_digest_says_so() -> None:
     r.payload(identity(1), replace_kind(Kind.DENSE), "x0", 1)
     r.write_failed(identity(1), "torn")
     assert r.seen_through(opened(1, K0).commit(D1, "root", "op")) == StorageState(None, D1, ("dense",))
+
+
+def test_the_trail_of_a_write_that_fails_names_each_action_its_epoch_and_the_payload() -> None:
+    r, i = ready(), identity(1)
+    assert r.payload(i, RELATIVE, "x0", 1)[0] == Step("e", "BeginWrite", 1, "o0/0 of epoch 1", payload=i)
+    failed, step, _ = r.write_failed(i, "torn")
+    assert failed == Step("e", "FailWrite", 1, "o0/0 of epoch 1", payload=i)
+    assert step == Step("e", "FailAttempt", 1, "payload o0/0 of epoch 1: torn")
