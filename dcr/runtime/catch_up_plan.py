@@ -103,9 +103,9 @@ def _attempts(look: Look, record: CommitRecord, held: str) -> list[CommittedAtte
             if a.base.kind is Kind.DENSE:  # what is there before it does not matter
                 return found[::-1]
         epoch, digest, version, root = a.before, a.base_digest, a.base.version, ""
-    what = f"it holds content {held}, which is no version from" if held else "it is not known what it holds, and from"
-    none = "" if held else " no attempt was dense"
-    raise CannotCatchUpError(f"{what} {version} to {record.version}{none}")
+    if not held:
+        raise CannotCatchUpError(f"what it holds is not known, and no attempt since version {version} was dense")
+    raise CannotCatchUpError(f"it holds content {held}, which is no version from {version} to {record.version}")
 
 
 def _attempt(look: Look, record_id: str, epoch: int) -> CommittedAttempt:

@@ -155,7 +155,7 @@ def test_waiting_for_payloads_asks_the_store_seldom(tmp_path, bucket, network):
 
 @pytest.mark.long
 def test_engines_killed_and_restarted_over_an_object_store(tmp_path, delivery, network, kill_store):
-    """Processes of their own: one dies in the middle of its writes, the server while the next one is restored."""
+    """Processes of their own: one dies in the middle of its writes, the server while the next one catches up."""
     network.slow_s = 0.05
     network.at_random(0.1, BAD, seed=11)
     deployment = Deployment(tmp_path, BOUNDS, delivery)
@@ -168,8 +168,8 @@ def test_engines_killed_and_restarted_over_an_object_store(tmp_path, delivery, n
         victim.wait_killed()
         assert (report.kind, report.members) == ("absolute", ("survivor",))
         deployment.check(survivor)
-        kill_store(lambda r: r.method == "PUT" and r.path.split("?")[0].endswith(".payload"))
-        again = deployment.engine("victim")  # loads version 0, and is restored through the store
+        kill_store(lambda r: r.method == "GET" and r.path.split("?")[0].endswith(".payload"))
+        again = deployment.engine("victim")  # loads version 0, and catches up through the store
         deployment.check(again)
         deployment.step()
         deployment.push()

@@ -155,7 +155,7 @@ def test_a_node_killed_while_it_downloads_is_done_without_and_comes_back(tmp_pat
         assert any("victim" in failure for failure in report.failures)
         fleet.check(survivor)
         started.append(EngineProcess("victim", tmp_path, fleet.checkpoint, fleet.addresses))
-        assert started[1].wait_serving(1) == 1  # it loaded version 0, and was restored
+        assert started[1].wait_serving(1) == 1  # it loaded version 0, and caught up
         fleet.step()
         assert sorted(fleet.push().members) == ["survivor", "victim"]
         assert started[1].wait_serving(2) == 2
