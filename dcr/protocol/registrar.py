@@ -131,7 +131,7 @@ class Registrar(Leader):
     def _offered(self, seat: Seat, report: CandidateReady) -> list[Effect]:
         if seat.ready not in (0, report.push):
             self._withdrawn(seat, report.owner, seat.ready)
-        seat.ready = report.push
+        seat.ready, seat.dense = report.push, report.dense
         return []
 
     def _withdrawn(self, seat: Seat, owner: str, push: int) -> None:

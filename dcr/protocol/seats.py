@@ -24,6 +24,8 @@ class Seat:
     """The push that waits for its outcome; 0 if none does."""
     done: int = 0
     """The last push that got its outcome."""
+    dense: bool = False
+    """The push that waits asks for every element to be sent (DESIGN D14)."""
 
     def take(self, report: OwnerJoin) -> bool:
         """Seat this incarnation; True if it is another than sat here before."""
@@ -71,6 +73,11 @@ class Seats:
     def ready(self) -> bool:
         """True when every owner has offered a candidate."""
         return all(seat.ready for _, seat in self)
+
+    @property
+    def dense(self) -> bool:
+        """True if a push that waits asks for every element to be sent."""
+        return any(seat.ready and seat.dense for _, seat in self)
 
     @property
     def pushes(self) -> tuple[int, ...]:

@@ -89,6 +89,8 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
             return "writes the record"
         case Phase.FOLDING:
             return "owners fold the committed version into their baselines"
+        case Phase.IDLE if role.held:
+            return "the transition has stopped, and waits for the operator: dcr transition --help"
         case Phase.IDLE if role.seats.ready:
             return f"a push waits; engines: {role.fleet.describe()}"
         case Phase.IDLE if role.seats.late:

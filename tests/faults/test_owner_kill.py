@@ -16,6 +16,7 @@ from dcr.control_plane.address import open_control_plane
 from dcr.delivery.folder import FolderDelivery
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.rollout.torch.engine import TorchEngine
+from tests.faults.coordinator_process import CoordinatorProcess
 from tests.faults.models import Policy, Served, dense, stored_bits
 from tests.faults.thread_fleet import SETTINGS, WAIT_S
 
@@ -78,12 +79,14 @@ def step(policy: Policy, seed: int, names: set[str]) -> None:
 
 
 class Run:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any] | None = None) -> None:
         self.addresses: dict[str, Any] = {
             "control": f"sqlite://{folder}/record.db",
             "delivery": f"file://{folder}/payloads",
-            "settings": {**SETTINGS, "owners_timeout_s": 3.0},
+            "settings": {**SETTINGS, "owners_timeout_s": 3.0, **(settings or {})},
         }
+        self.coordinators = [CoordinatorProcess("first", folder, self.addresses)] if settings else []
+        self.folder = folder
         self.policy = Policy()
         checkpoint = folder / "v0"
         checkpoint.mkdir()
@@ -119,6 +122,8 @@ class Run:
         for r in self.ranks:
             r.process.kill()
             r.process.join(30)
+        for c in self.coordinators:
+            c.close()
 
 
 @pytest.fixture
@@ -165,3 +170,39 @@ def test_an_owner_killed_in_the_middle_of_its_emission(run: Run, torn: bool) -> 
             run.check(2, run.policy.state_dict())
     else:
         run.check(1, committed)  # it goes on serving, with nobody to push to it
+
+
+@pytest.fixture
+def run_elsewhere(tmp_path: Path):
+    r = Run(tmp_path, {"coordinator": "elsewhere", "leader_lease_s": 1.0})
+    yield r
+    r.close()
+
+
+@pytest.mark.long
+def test_the_leader_is_killed_while_both_ranks_push_and_again_with_one_of_them(run_elsewhere: Run) -> None:
+    run = run_elsewhere
+    everything = run.owned[0] | run.owned[1]
+    run.check(0, run.policy.state_dict())
+    first, second = *run.coordinators, CoordinatorProcess("second", run.folder, run.addresses)
+    run.coordinators.append(second)
+    second.wait_said("stands by: first")
+    run.step(1, everything)
+    first.signal(signal.SIGSTOP)  # so that the push begins, and is not over, when it is killed
+    run.push()
+    first.signal(signal.SIGKILL)
+    assert [r.answer() for r in run.ranks] == [(1, "relative")] * 2
+    committed = {n: t.clone() for n, t in run.policy.state_dict().items()}
+    run.check(1, committed)
+
+    third = CoordinatorProcess("third", run.folder, run.addresses)
+    run.coordinators.append(third)
+    third.wait_said("stands by: second")
+    run.step(2, everything)
+    second.signal(signal.SIGSTOP)
+    run.push()
+    run.ranks[1].process.kill()
+    second.signal(signal.SIGKILL)
+    assert run.ranks[0].answer() == "time-out: no connection to rank-1"
+    assert run.record().version == 1
+    run.check(1, committed)
