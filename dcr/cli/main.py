@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dcr.cli import certs, inspect, record, simulate, spec, verify
+from dcr.cli import certs, coordinator, inspect, record, simulate, spec, transition, verify
 from dcr.protocol.errors import DcrError
 
 FAILED = 1
@@ -28,10 +28,12 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     certs.add(commands)
+    coordinator.add(commands)
     inspect.add(commands)
     record.add(commands)
     simulate.add(commands)
     spec.add(commands)
+    transition.add(commands)
     verify.add(commands)
     return root
 

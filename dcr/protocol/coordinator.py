@@ -2,29 +2,24 @@
 
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
+from dcr.protocol.announcer import Announcer
 from dcr.protocol.backoff import Backoff
-from dcr.protocol.conductor import Conductor
-from dcr.protocol.coordinator_effects import Effect, SendOwner
+from dcr.protocol.coordinator_effects import Effect
 from dcr.protocol.identity import Kind
 from dcr.protocol.layer_changes import LayerChanges
 from dcr.protocol.leader import Phase
-from dcr.protocol.messages import CandidateReady, MemberReport, Outcome, OwnerReport, cut
+from dcr.protocol.messages import Join, MemberReport, OwnerReport, cut
 from dcr.protocol.record import Direction, OpenTransition, OwnerRef
-from dcr.protocol.seats import Seat
-from dcr.protocol.session import Session, why_rolled_back, why_stopped
+from dcr.protocol.session import Session, waits_for_operator, why_rolled_back, why_stopped
 from dcr.protocol.step import Step
 from dcr.protocol.timer import Timer
 
 _TORN = "too few engines hold what changed elements alone would repair"
 _NOT_TOLD = "an older attempt: the coordinator that stopped it is gone, and with it the reason"
 _RESTORE_PAUSE, _ATTEMPT_PAUSE = _PAUSES = "restore_pause", "attempt_pause"
-MESSAGES_MAX = 64
-"""Most failures, and most warnings, that an outcome tells of."""
 
 
-class Coordinator(Conductor):
+class Coordinator(Announcer):
     """The one leader of a record.
 
     The synchronous schedule of one transition::
@@ -51,6 +46,9 @@ class Coordinator(Conductor):
         attempts_max: attempts of one push before the transition stops.
         restores_max: failed restores of one incarnation before it is refused.
         gate_mode: ``sync`` or ``async``.
+        stop_waits: a push whose transition stopped waits for the operator's word; otherwise it ends with an error.
+        rejoin_waits: a leader that took over waits a while for the engines that K names before it opens an attempt
+            without them; they have to find it first.
     """
 
     def __init__(
@@ -65,6 +63,8 @@ class Coordinator(Conductor):
         attempts_max: int = 4,
         restores_max: int = 3,
         gate_mode: str = "sync",
+        stop_waits: bool = False,
+        rejoin_waits: bool = False,
     ) -> None:
         assert attempts_max >= 1
         super().__init__(
@@ -78,18 +78,19 @@ class Coordinator(Conductor):
             gate_mode=gate_mode,
         )
         self.attempts_max = attempts_max
-        self._outcome: Outcome | None = None
-        self._budget_from: int | None = None  # attempts in K when the push in progress, or its rollback, began
-        self._failures: list[str] = []
-        self._warnings: list[str] = []
-        self._abandoning = False
+        self.stop_waits = stop_waits
+        self.rejoin_waits = rejoin_waits
+        self._awaited: frozenset[str] = frozenset()  # engines that K named when it was taken over, not seen since
+        self._abandoning = ""  # why the open transition is to be abandoned; empty if it is not
+        self._asked_in = 0  # the epoch in which the operator was last told that a transition waits
+        self._resumed = False  # the operator's word that a stopped transition goes on
+        self._cut_off = ""  # why the push that waits ends when K says that its transition is abandoned
         self._turning_back = False
         self._stopping = False  # an attempt failed for good
         self._given_back = ""  # why the rollback ends when K says that its transition is abandoned
         self._turned_back: dict[str, tuple[int, int]] | None = None  # who waited when the rollback was ordered, if here
         self._backoff = Backoff()
         self._dense_only = False
-        self._sent_dense = ""  # why the last attempt is dense
         self._staging = 0  # the epoch whose members were given their time to stage
         self._timer = Timer()
 
@@ -105,26 +106,35 @@ class Coordinator(Conductor):
 
     def member_report(self, report: MemberReport) -> list[Effect]:
         """Take a member's report, and do what is due; reports of older incarnations are ignored."""
+        if isinstance(report, Join):
+            self._awaited -= {report.engine}
         return [*super().member_report(report), *self._proceed()]
 
     def member_lost(self, engine: str, incarnation: int) -> list[Effect]:
         """An engine's connection ended."""
         return [*super().member_lost(engine, incarnation), *self._proceed()]
 
-    def _offered(self, seat: Seat, report: CandidateReady) -> list[Effect]:
-        if report.push <= seat.done and self._outcome is not None:
-            return [self._tell(report.owner, self._outcome)]  # it may have been lost with a connection
-        return super()._offered(seat, report)
-
     def _candidate_gone(self) -> None:
-        self._abandoning = True
+        self._abandoning = "its push was given up on a rank"
 
     # ------------------------------------------------------------ the operator
 
     def abandon(self) -> list[Effect]:
         """Abandon a stopped transition as soon as nothing is under way; torn members are then restored (D17)."""
-        self._abandoning = True
+        self._abandoning = "on the operator's order"
         return self._proceed()
+
+    def resume(self) -> list[Effect]:
+        """Go on with a stopped transition whose push waits for that, with ``attempts_max`` more attempts (D14)."""
+        self._resumed, self._backoff = True, Backoff()
+        return self._proceed()
+
+    @property
+    def held(self) -> set[str]:
+        """Owners whose push waits in a stopped transition for the operator's word (DESIGN D14)."""
+        tr = None if self.record is None else self.record.open
+        stopped = self.stop_waits and tr is not None and tr.stopped
+        return self.seats.waiting(tr.owners, tr.pushes) if stopped and tr is not None else set()
 
     def roll_back(self) -> list[Effect]:
         """Turn the open transition back to the committed version; the attempt under way fails (DESIGN D17).
@@ -144,8 +154,13 @@ class Coordinator(Conductor):
 
     def _after(self, reason: str) -> list[Effect]:
         effects = super()._after(reason)
+        if reason in ("CreateRecord", "TakeOver"):
+            self._timer.stop()  # what is waited for from here on gets its full time
+            named = {m.engine for m in self._k.members if self.rejoin_waits}
+            self._awaited = frozenset(named - {name for name, e in self.fleet.engines.items() if e.connected})
         if reason == "Stop":
-            effects += self._push_over(why_stopped(self._failures))
+            self._resumed, self._budget_from = False, None  # whoever goes on with it has attempts_max more
+            effects += [] if self.held else self._push_over(why_stopped(self._failures))
         elif reason == "Commit" and self._s.back:
             how = "every member serves that version again"
             effects += self._push_over(why_rolled_back(self._k.version, how), self._turned_back)
@@ -153,6 +168,12 @@ class Coordinator(Conductor):
             why, self._given_back = self._given_back, ""
             how = f"abandoned, because {why}; engines that it tore are restored"
             effects += self._push_over(why_rolled_back(self._k.version, how), self._turned_back)
+        elif reason == "Abandon" and self._cut_off:
+            why, self._cut_off = self._cut_off, ""
+            effects += self._push_over(
+                f"the transition to version {self._k.version + 1}, which had stopped, was abandoned: {why}; engines "
+                "that it tore are restored. The weights that were pushed are not committed"
+            )
         return effects + self._proceed()
 
     def _orders(self) -> list[Effect]:
@@ -170,11 +191,13 @@ class Coordinator(Conductor):
 
     def expired(self, number: int) -> list[Effect]:
         """The timer that was started under this number ran out."""
-        paused = self._timer.runs(*_PAUSES)
+        paused, rejoining = self._timer.runs(*_PAUSES), self._timer.runs("rejoin")
         if not self._timer.ended(number) or self.phase is Phase.FATAL:
             return []
         effects: list[Effect] = []
         match self.phase:
+            case Phase.STARTING if self.seats.missing:
+                effects = self._push_over(f"time-out: {self._why_waiting()}")
             case Phase.ATTEMPT:
                 effects = self._fail(self._why_late(self._s))
             case Phase.RESTORING:
@@ -182,6 +205,8 @@ class Coordinator(Conductor):
             case Phase.FOLDING:
                 self._overdue = {OwnerRef(o, self.seats[o].incarnation) for o in self._owing}
                 self._folds |= dict.fromkeys(self._overdue, "time-out: no answer to the order to fold")
+            case Phase.IDLE if rejoining:
+                self._awaited = frozenset()
             case Phase.IDLE if not paused:
                 effects = self._waited()
         return effects + self._proceed()
@@ -190,15 +215,18 @@ class Coordinator(Conductor):
         """Whoever was waited for did not come."""
         tr = self._k.open
         if tr is not None and (self._turning_back or tr.direction is Direction.BACK):
-            self._given_back = self._why_waiting()
-            self._abandoning = True
+            self._given_back = self._abandoning = self._why_waiting()
+        elif self.held:
+            if self._resumed:  # in vain: it stays stopped
+                self._failures.append(f"time-out: {self._why_waiting()}")
+                self._resumed = False
         elif self.seats.ready:
             self._failures.append(f"time-out: {self._why_waiting()}")
             if tr is None or tr.stopped:
                 return self._push_over(self._failures[-1])
             return self.stop()
         elif tr is not None and not tr.stopped:
-            self._abandoning = True  # an older leader's, whose push nobody waits for any more
+            self._abandoning = "nobody waits for its push any more"  # it is an older leader's
         elif self.seats.late:
             return self._push_over(f"time-out: {', '.join(self.seats.late)} did not call push(); every rank has to")
         return []
@@ -247,6 +275,8 @@ class Coordinator(Conductor):
     def _next(self) -> list[Effect]:
         """The next action that is due; nothing if none is."""
         match self.phase:
+            case Phase.STARTING:
+                return self._wait("owners", "") if self.seats.missing else []
             case Phase.ATTEMPT:
                 return self._next_of_attempt(self._s)
             case Phase.RESTORING:
@@ -287,7 +317,7 @@ class Coordinator(Conductor):
 
     def _next_of_idle(self) -> list[Effect]:
         tr = self._k.open
-        abandoning, self._abandoning = self._abandoning, False
+        abandoning, self._abandoning = self._abandoning, ""
         turning_back, self._turning_back = self._turning_back, False
         stopping, self._stopping = self._stopping, False
         if tr is None and self.unaware:
@@ -299,12 +329,15 @@ class Coordinator(Conductor):
         back = turning_back or tr.direction is Direction.BACK
         if abandoning or not self.candidate_alive:
             self._given_back = (self._given_back or "its candidate is gone") if back else ""
+            self._cut_off = (abandoning or "its candidate is gone") if self.held and not back else ""
             return self._abandon()
         if back:
             return self._go_back(tr, stopping=stopping)
         if stopping:
             return self.stop()
-        if tr.stopped and (waiting := self.seats.waiting(tr.owners, tr.pushes)):
+        if self.held and not self._resumed:
+            return self._wait_for_operator()
+        if tr.stopped and not self.held and (waiting := self.seats.waiting(tr.owners, tr.pushes)):
             return self._push_over(why_stopped([_NOT_TOLD]), self.seats.took_part(waiting))
         if self.seats.ready:
             return self._open_attempt_or_wait(tr)
@@ -312,6 +345,13 @@ class Coordinator(Conductor):
             # An older leader's: it goes on if the ranks that offered its candidate still wait for it (DESIGN D16).
             return self._wait("owners", "the owners of the open transition have not offered its candidate again")
         return self._wait_for_ranks()
+
+    def _wait_for_operator(self) -> list[Effect]:
+        """Say so once; ``push_timeout_s`` of the owners bounds it."""
+        if self._asked_in == self._epoch:
+            return []
+        self._asked_in = self._epoch
+        return [Step(self.leader, "Wait", self._epoch, cut(waits_for_operator(self._failures or [_NOT_TOLD])))]
 
     def _wait_for_ranks(self) -> list[Effect]:
         return self._wait("ranks", "") if self.seats.late else []
@@ -350,6 +390,10 @@ class Coordinator(Conductor):
             return pause
         if self.seats.missing:
             return self._wait("owners", self._why_waiting())
+        if self._awaited:
+            return self._wait(
+                "rejoin", f"not connected again since the last leader: {', '.join(sorted(self._awaited))}"
+            )
         kind = self._choose_kind(counted)
         if kind is None and self.fleet.forgive():
             kind = self._choose_kind(counted)  # better the same engines once more, within attempts_max, than none
@@ -377,7 +421,7 @@ class Coordinator(Conductor):
     @property
     def _why_dense(self) -> str:
         """Why attempts have to be dense, whatever engines hold; empty if they have not (DESIGN D4)."""
-        return self._why_no_baseline or ("the operator ordered it" if self._dense_only else "")
+        return self._why_no_baseline or ("the operator ordered it" if self._dense_only or self.seats.dense else "")
 
     def _choose_kind(self, attempts: int) -> Kind | None:
         """The cheapest kind that enough engines admit (DESIGN D4); None if there are not enough engines."""
@@ -436,36 +480,6 @@ class Coordinator(Conductor):
         # Owners that could not serve it, or a store that could not hold it, are left alone for a while.
         return [*self.end_restore(reason), *told, self._timer.start(_RESTORE_PAUSE)]
 
-    # ------------------------------------------------------------ the end of a push
-
-    def _finish(self) -> list[Effect]:
-        c, s = self._k.committed, self.session
-        effects = self.finish_transition()
-        if c is None or s is None or s.epoch != c.epoch:
-            return effects  # after a restore, or a take-over: no push of this leader ends by it
-        for o in c.owners:
-            reason = self._folds.get(o, "it restarted before its baseline was folded")
-            if reason:
-                self._warnings.append(f"{o.owner} lost its baseline, so the next push sends every element: {reason}")
-        # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
-        took_part = {o.owner: (o.incarnation, push) for o, push in zip(c.owners, c.pushes, strict=True)}
-        summary = s.summary(self._budget_from or 0) | {"why_dense": self._sent_dense}
-        return effects + self._push_over("", took_part, summary, s.layers)
-
-    def _tell_late(self) -> list[Effect]:
-        """Whoever waits hears how its push ended, from another leader than the one that ended it (DESIGN D16)."""
-        c = self._k.committed
-        assert c is not None
-        took_part = self.seats.took_part(self.unaware)
-        self._failures, self._warnings = [], []
-        self.candidate = c.candidate
-        if c.direction is Direction.BACK:
-            return self._push_over(why_rolled_back(self._k.version, "by a coordinator that is gone"), took_part)
-        self._warnings = ["a coordinator that is gone committed it: how many attempts and bytes it took is not known"]
-        nothing = dict.fromkeys(("attempts", "changed_entries", "elements", "payloads", "payload_bytes"), 0)
-        members = sorted(m.engine for m in c.members)
-        return self._push_over("", took_part, {"kind": "unknown", "members": members, **nothing})
-
     def _push_over(
         self,
         error: str,
@@ -473,34 +487,8 @@ class Coordinator(Conductor):
         summary: Mapping[str, float | int | str | list[str]] | None = None,
         layers: tuple[LayerChanges, ...] = (),
     ) -> list[Effect]:
-        """Tell every owner that took part how the push ended.
-
-        Args:
-            error: what stopped it; empty if it was committed.
-            took_part: (incarnation, push) of each owner; None for whoever waits.
-            summary: what there is to tell of the attempt that was committed.
-            layers: what it changed.
-        """
-        told = dict(summary or {})
-        told |= {"failures": self._failures[-MESSAGES_MAX:], "warnings": self._warnings[-MESSAGES_MAX:]}
-        self._outcome = Outcome(
-            self.record_id, self._k.epoch, self._k.version, self.candidate, cut(error), told, layers=layers
-        )
-        effects: list[Effect] = []
-        for name, seat in self.seats:
-            pushed = (seat.incarnation, seat.ready)
-            if seat.ready and (took_part is None or took_part.get(name) == pushed):
-                seat.done, seat.ready = seat.ready, 0
-                effects.append(self._tell(name, self._outcome))
-        for e in self.fleet.engines.values():
-            e.attempt_failures = 0
+        self._dense_only = False
+        self._backoff = Backoff()
         if self._timer.runs(*_PAUSES):
             self._timer.stop()
-        self._backoff = Backoff()
-        self._budget_from = None
-        self._dense_only = False
-        return effects
-
-    def _tell(self, owner: str, outcome: Outcome) -> SendOwner:
-        seat = self.seats[owner]
-        return SendOwner(owner, msgspec.structs.replace(outcome, incarnation=seat.incarnation, push=seat.done))
+        return super()._push_over(error, took_part, summary, layers)

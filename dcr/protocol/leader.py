@@ -157,8 +157,8 @@ class Leader(ABC):
     def _overtaken(self, other: str) -> list[Effect]:
         named = f" ({other})" if other else ""
         return self._fatal(
-            f"another trainer{named} leads record {self.record_id!r}; stop one of the two, or give each its own "
-            "record_id"
+            f"another coordinator{named} leads record {self.record_id!r}; if that is another trainer's, stop one of "
+            "the two, or give each its own record_id"
         )
 
     def _fatal(self, reason: str) -> list[Effect]:

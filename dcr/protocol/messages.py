@@ -4,12 +4,14 @@ Every order carries record id and epoch and is refused below the fence (DESIGN D
 incarnation that made it, so that a report of a dead process is never taken for one of its successor.
 """
 
+import enum
+
 import msgspec
 
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base
 from dcr.protocol.layer_changes import Layers
-from dcr.protocol.record import OwnerRef
+from dcr.protocol.record import CommitRecord, OwnerRef
 
 CONTROL_VERSION = 1
 """Version of the messages on this page; stated by every peer when it reports for the first time."""
@@ -215,6 +217,8 @@ class CandidateReady(_Message, frozen=True):
     """1, 2, 3, ...: which push of this incarnation."""
     refused: str = ""
     """Why this rank's weights may not become a version: then the push ends on every rank, and nothing is opened."""
+    dense: bool = False
+    """Send every element (DESIGN D14); one rank that says so is enough."""
 
 
 class Withdraw(_Message, frozen=True):
@@ -349,10 +353,63 @@ class Verified(_Message, frozen=True):
     """Why the verification ended without all answers; empty otherwise."""
 
 
-Order = Prepare | OpenApply | Published | Refuse | Emit | Fold | Outcome | ShowContents | CompareContents | Verified
+# ---------------------------------------------------------------- an operator's orders
+
+
+class Intervention(enum.StrEnum):
+    """What an operator orders of the open transition (DESIGN D14, D17)."""
+
+    SHOW = "show"
+    """Nothing: say how it stands."""
+    RESUME = "resume"
+    ABANDON = "abandon"
+    DENSE = "dense"
+    """Resume, and send every element."""
+    ROLL_BACK = "roll-back"
+
+
+class Intervene(_Message, frozen=True):
+    """Of an operator, to the leader."""
+
+    record_id: str
+    what: Intervention
+
+
+class Intervened(_Message, frozen=True):
+    """To the operator: how the record stood when the order came, and what follows from it."""
+
+    record_id: str
+    leader: str
+    record: CommitRecord | None
+    """K; None while the leader has not taken it over."""
+    phase: str
+    """Of the leader."""
+    waits_for: str
+    """Whom or what the leader waits for, for people; empty if for nobody."""
+    waiting: tuple[str, ...]
+    """Owners whose push waits for its outcome."""
+    failures: tuple[str, ...]
+    """Why attempts of the push that waits have failed."""
+    refused: str
+    """Why nothing was done; empty if the order is obeyed."""
+
+
+Order = (
+    Prepare
+    | OpenApply
+    | Published
+    | Refuse
+    | Emit
+    | Fold
+    | Outcome
+    | ShowContents
+    | CompareContents
+    | Verified
+    | Intervened
+)
 MemberReport = Join | Prepared | Staged | Acknowledged | AttemptFailed | Serving
 OwnerReport = OwnerJoin | CandidateReady | Withdraw | Sealed | EmitFailed | Folded
-Report = MemberReport | OwnerReport | Verify | ContentsShown | ContentsCompared
+Report = MemberReport | OwnerReport | Verify | ContentsShown | ContentsCompared | Intervene
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _order_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

@@ -135,7 +135,7 @@ class Registrar(Leader):
     def _offered(self, seat: Seat, report: CandidateReady) -> list[Effect]:
         if seat.ready not in (0, report.push):
             self._withdrawn(seat, report.owner, seat.ready)
-        seat.ready, seat.refused = report.push, report.refused
+        seat.ready, seat.refused, seat.dense = report.push, report.refused, report.dense
         return []
 
     def _withdrawn(self, seat: Seat, owner: str, push: int) -> None:

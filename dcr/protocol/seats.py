@@ -26,6 +26,8 @@ class Seat:
     """Why the weights of that push may not become a version; empty if they may."""
     done: int = 0
     """The last push that got its outcome."""
+    dense: bool = False
+    """The push that waits asks for every element to be sent (DESIGN D14)."""
 
     def take(self, report: OwnerJoin) -> bool:
         """Seat this incarnation; True if it is another than sat here before."""
@@ -78,6 +80,11 @@ class Seats:
     def refused(self) -> str:
         """Why what is offered may not become a version, by every owner that says so; empty if none does."""
         return "; ".join(seat.refused for _, seat in self if seat.ready and seat.refused)
+
+    @property
+    def dense(self) -> bool:
+        """True if a push that waits asks for every element to be sent."""
+        return any(seat.ready and seat.dense for _, seat in self)
 
     @property
     def pushes(self) -> tuple[int, ...]:

@@ -147,6 +147,23 @@ class Session:
 
 def why_stopped(failures: list[str]) -> str:
     """What a push that stopped tells its caller: what is served now, what can be done, and each reason once."""
+    return (
+        "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
+        "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
+        f"What happened: {_each_once(failures)}"
+    )
+
+
+def waits_for_operator(failures: list[str]) -> str:
+    """What is said of a transition that stopped while its push waits for an operator (DESIGN D14)."""
+    return (
+        "the transition stopped, and its push waits; clean engines serve the committed version, torn ones stay gated. "
+        "`dcr transition resume` goes on with it, `dense` sends every element, `abandon` and `roll-back` end it. "
+        f"What happened: {_each_once(failures)}"
+    )
+
+
+def _each_once(failures: list[str]) -> str:
     attempts: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for failure in failures:
@@ -154,12 +171,7 @@ def why_stopped(failures: list[str]) -> str:
         alike = _OF_ONE_ATTEMPT.sub("", reason)
         attempts.setdefault(alike, []).append(attempt)
         reasons[alike] = reason
-    what = "; ".join(f"{', '.join(which)}: {reasons[alike]}" for alike, which in attempts.items())
-    return (
-        "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
-        "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
-        f"What happened: {what}"
-    )
+    return "; ".join(f"{', '.join(which)}: {reasons[alike]}" for alike, which in attempts.items())
 
 
 def why_rolled_back(version: int, how: str) -> str:

@@ -10,28 +10,22 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dcr.control_plane.interface import (
-    ConflictError,
-    ControlPlane,
-    ControlPlaneUnavailableError,
-    Stored,
-    UnknownOutcomeError,
-)
-from dcr.control_plane.lease import LeadershipLostError
+from dcr.control_plane.interface import ControlPlane
+from dcr.control_plane.lease import LeadershipLostError, Lease
 from dcr.data_plane.payload import WIRE_VERSION
 from dcr.delivery.interface import Delivery
 from dcr.delivery.meeting import leave_sign
 from dcr.protocol import coordinator_effects as effects_
 from dcr.protocol.coordinator import Coordinator
-from dcr.protocol.errors import RefusedError
+from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.event import EVENT_LOG_VERSION, Start
-from dcr.protocol.leader import Phase
 from dcr.protocol.messages import (
     Acknowledged,
     AttemptFailed,
     CandidateReady,
     ContentsCompared,
     ContentsShown,
+    Intervene,
     Join,
     Order,
     Outcome,
@@ -43,7 +37,7 @@ from dcr.protocol.messages import (
     decode_report,
     encode_message,
 )
-from dcr.protocol.record import CommitRecord, decode_record, encode_record
+from dcr.protocol.record import OwnerRef
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Received
 from dcr.runtime.channel_address import ChannelAddress
@@ -51,9 +45,12 @@ from dcr.runtime.committed_attempt import CommittedAttempt
 from dcr.runtime.event_log import EventLog
 from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
-from dcr.runtime.leadership import Leadership, why_lost
+from dcr.runtime.intervention import intervened
+from dcr.runtime.leader_record import LeaderError, LeaderRecord
+from dcr.runtime.leadership import Leadership, take_lease, why_lost
 from dcr.runtime.observer import Observer, log_step
-from dcr.runtime.registry import register_leader, register_meeting
+from dcr.runtime.registry import leader_address, register_leader, register_meeting
+from dcr.runtime.roster import Roster, roster
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.sweeper import Sweeper
@@ -65,25 +62,31 @@ _STATUS_S = 0.2
 _SILENT_S = 10.0
 """A node that is connected for so long and asks for nothing is told of."""
 _MEMBER_REPORTS = (Join, Prepared, Staged, Acknowledged, AttemptFailed, Serving, ContentsCompared)
-
-
-class _OwnError(Exception):
-    """The record cannot be read or written as it should be: no peer's fault, so it ends this leader."""
+_SWEEPS = ("Commit", "OpenAttempt", "OpenRestore")
+"""Writes of K after which older epochs are nobody's any more."""
+_ABOUT_LEADING = "this coordinator leads no more"
 
 
 class CoordinatorHost:
-    """One coordinator, its hub, and its thread.
+    """One coordinator, its hub, and its thread: it leads once, for the ranks of one start of a trainer.
 
     Args:
         record_id: the record to lead.
         leader: a name new with every start.
-        owners: names of all owners.
+        owners: all owners, as the incarnations that the trainer has started; no other is let in.
         control: control plane.
         delivery: delivery store, swept of old epochs after a commit.
         secret: the secret of the run.
         settings: bounds.
         observe: called with every step of the coordinator role.
         events: folder in which the coordinator writes its steps down; empty to write none.
+        lease: the one to lead by, of this leader, where several coordinators wait for the trainer's roster: it leads
+            for as long as the roster is that of ``owners``, and whom it leads finds its successor in the registry.
+            None in a trainer that has its own: the lease of an older leader is taken over at once, and an end of the
+            leadership ends every push.
+
+    Attributes:
+        ended: set when it leads no more by itself; ``failure`` says why.
 
     Raises:
         RefusedError: the credentials that the setting ``channel`` names are no good, or it cannot listen there.
@@ -96,13 +99,14 @@ class CoordinatorHost:
         *,
         record_id: str,
         leader: str,
-        owners: Sequence[str],
+        owners: Sequence[OwnerRef],
         control: ControlPlane,
         delivery: Delivery,
         secret: bytes,
         settings: Settings,
         observe: Observer = log_step,
         events: str = "",
+        lease: Lease | None = None,
     ) -> None:
         channel = ChannelAddress.parse(settings.channel)
         credentials = channel.credentials()
@@ -110,6 +114,8 @@ class CoordinatorHost:
         self._leader = leader
         self._control = control
         self._settings = settings
+        self._roster = Roster(tuple(sorted(owners)))
+        self._succeeded = lease is not None  # somebody else may lead the same owners after this one
         self._event_log = EventLog(events, "coordinator", leader, 0, settings.event_log_bytes_max)
         self._event_log.start(Start(EVENT_LOG_VERSION, record_id, gate_mode=settings.gate_mode))
         self._observe = self._event_log.before(observe)
@@ -117,23 +123,28 @@ class CoordinatorHost:
         self._role = Coordinator(
             record_id,
             leader,
-            owners,
+            self._roster.names,
             wire_version=WIRE_VERSION,
             operations=(settings.operation, *others),
             members_min=settings.members_min,
             attempts_max=settings.attempts_max,
             restores_max=settings.restores_max,
             gate_mode=settings.gate_mode,
+            stop_waits=settings.stopped_push == "wait",
+            rejoin_waits=self._succeeded,
         )
         self._peers: dict[tuple[str, str], Peer] = {}
         self._verification = Verification(
             record_id,
-            owners,
+            self._roster.names,
             lambda role, name, order: self._send(role, name, encode_message(order)),
             settings.verify_timeout_s,
         )
         self._deadline: tuple[float, int] | None = None
-        self._fatal = ""
+        self.failure = ""
+        self.lost = False
+        """It leads no more because somebody else may, and not because it failed."""
+        self.ended = threading.Event()
         self._status = fleet_status(self._role)
         self._silent: dict[Peer, float] = {}  # nodes that ask for nothing, and when that is told
         self._stop = threading.Event()
@@ -145,6 +156,7 @@ class CoordinatorHost:
                 listen=channel.listen,
                 advertise=channel.advertise,
                 credentials=credentials,
+                refuse=self._why_not,
             )
         except OSError as e:
             raise RefusedError(
@@ -155,8 +167,12 @@ class CoordinatorHost:
         with contextlib.ExitStack() as half_done:
             half_done.callback(self._hub.close)
             half_done.callback(self._sweeper.close)
-            self._leadership = Leadership(control, record_id, leader, settings.leader_lease_s, self._lease_lost)
+            held = lease or take_lease(control, record_id, leader, settings.leader_lease_s)
+            self._leadership = Leadership(control, held, self._lease_lost)
             half_done.callback(self._leadership.close)
+            self._record = LeaderRecord(
+                control, self._role, held, lambda effects: self._post(lambda: effects), self._stop
+            )
             register_meeting(control, record_id, leave_sign(delivery, record_id, leader))
             register_leader(control, record_id, self._hub.address)
             half_done.pop_all()
@@ -180,15 +196,6 @@ class CoordinatorHost:
     def roll_back(self) -> None:
         """Turn the open transition back to the committed version, if one is open (DESIGN D17)."""
         self._post(self._role.roll_back)
-
-    def dense_next(self) -> None:
-        """Make the attempts of the next push dense (DESIGN D14)."""
-
-        def act() -> list[effects_.Effect]:
-            self._role.dense_next()
-            return []
-
-        self._post(act)
 
     def close(self) -> None:
         """End the thread and every connection."""
@@ -235,6 +242,8 @@ class CoordinatorHost:
                 raise RefusedError(f"{peer} asked for a verification, which is an operator's to ask")
             self._verification.begin(peer, report, self._role.record)
             return []
+        if isinstance(report, Intervene):
+            return self._intervene(peer, report)
         if isinstance(report, _MEMBER_REPORTS):
             if ("node", report.engine, report.incarnation) != (peer.role, peer.name, peer.incarnation):
                 raise RefusedError(f"{peer} sent a report in the name of engine {report.engine}")
@@ -247,9 +256,21 @@ class CoordinatorHost:
         if isinstance(report, ContentsShown):
             self._verification.shown(report)
             return []
-        if self._fatal and isinstance(report, CandidateReady):
-            self._tell_fatal(peer.name)
+        if self.failure and isinstance(report, CandidateReady):
+            self._tell_failure(peer.name)
         return self._role.owner_report(report)
+
+    def _intervene(self, operator: Peer, order: Intervene) -> Sequence[effects_.Effect]:
+        if operator.role != "operator":
+            raise RefusedError(f"{operator} gave an order about the transition, which is an operator's to give")
+        self._status = fleet_status(self._role)
+        answer, effects = intervened(self._role, order, self._status)
+        self._send("operator", operator.name, encode_message(answer))
+        return effects
+
+    def _why_not(self, peer: Peer) -> str:
+        """Why a peer is not let in: an owner of another trainer, which may have started a moment ago."""
+        return self._roster.why_stranger(peer.name, peer.incarnation) if peer.role == "owner" else ""
 
     def _loop(self) -> None:
         next_look = next_status = 0.0
@@ -262,7 +283,7 @@ class CoordinatorHost:
                 except Exception:  # noqa: BLE001 - what is told of must not suffer from the telling
                     _log.exception("coordinator %s: its status could not be told", self._leader)
             self._act(self._verification.look)
-            if time.monotonic() >= next_look and not self._fatal:
+            if time.monotonic() >= next_look and not self.failure:
                 next_look = time.monotonic() + self._settings.record_poll_s
                 self._act(self._look)
             if self._deadline is not None:
@@ -300,12 +321,12 @@ class CoordinatorHost:
     def _act(self, act: Callable[[], Sequence[effects_.Effect]]) -> None:
         try:
             effects = list(act())
-            while effects and not self._fatal:  # who leads no more writes and orders nothing
+            while effects and not self.failure:  # who leads no more writes and orders nothing
                 effects = self._do(effects)
         except RefusedError as e:
             _log.warning("refused: %s", e)
-        except _OwnError as e:
-            self._lead_no_more(str(e))
+        except LeaderError as e:
+            self._lead_no_more(str(e), lost=e.lost)
         except Exception as e:  # noqa: BLE001 - told to every owner, so that no push waits in vain
             _log.exception("coordinator %s", self._leader)
             self._lead_no_more(f"the coordinator failed: {type(e).__name__}: {e}")
@@ -319,10 +340,15 @@ class CoordinatorHost:
             match effect:
                 case Step():
                     self._observe(effect)
+                    if effect.action in _SWEEPS:
+                        c = None if self._role.record is None else self._role.record.committed
+                        self._sweeper.sweep(effect.epoch - self._settings.retain_epochs, 0 if c is None else c.epoch)
                 case effects_.ReadRecord():
-                    more += self._read()
+                    more += self._record.read()
                 case effects_.WriteRecord():
-                    more += self._write(effect)
+                    if effect.reason == "Commit" and self._role.record is not None:
+                        self._sweeper.leave(CommittedAttempt.of(self._role.record, effect.record))
+                    more += self._record.write(effect)
                 case effects_.SendMember():
                     self._send("node", effect.engine, encode_message(effect.order))
                 case effects_.SendOwner():
@@ -331,7 +357,7 @@ class CoordinatorHost:
                     seconds = float(getattr(self._settings, f"{effect.name}_timeout_s"))
                     self._deadline = (time.monotonic() + effect.times * seconds, effect.number)
                 case effects_.Fatal():
-                    self._lead_no_more(effect.reason)
+                    self._lead_no_more(effect.reason, lost=not self._leadership.stands)
         return more
 
     def _explained(self, order: Order) -> Order:
@@ -344,92 +370,41 @@ class CoordinatorHost:
         peer = self._peers.get((role, name))
         return peer is not None and self._hub.send(peer, data)
 
-    def _read(self) -> list[effects_.Effect]:
-        try:
-            stored = self._control.read(self._record_id)
-        except ControlPlaneUnavailableError as e:
-            return self._later(e, [effects_.ReadRecord()])
-        if stored is None:
-            return self._role.record_read(None, None, "")
-        return self._role.record_read(stored.revision, self._decoded(stored), stored.operation_id)
-
-    def _decoded(self, stored: Stored) -> CommitRecord:
-        try:
-            return decode_record(stored.body)
-        except RefusedError as e:
-            raise _OwnError(f"record {self._record_id!r}, revision {stored.revision}: {e}") from e
-
     def _look(self) -> list[effects_.Effect]:
-        """Another leader may have taken K over while this one had nothing to write."""
-        if self._role.record is None or self._role.phase is Phase.WRITING:
-            return []
+        """Somebody else may lead by now, though this one had nothing to write; or lead nobody, by an older address."""
+        effects = self._record.look()
+        if effects:
+            return effects
         try:
-            stored = self._control.read(self._record_id)
-        except ControlPlaneUnavailableError:
-            return []
-        if stored is None:
-            return []
-        return self._role.record_read(stored.revision, self._decoded(stored), stored.operation_id)
-
-    def _write(self, w: effects_.WriteRecord) -> list[effects_.Effect]:
-        if w.reason == "Commit" and self._role.record is not None:
-            self._sweeper.leave(CommittedAttempt.of(self._role.record, w.record))
-        try:
-            stored: Stored = self._control.compare_and_set(
-                self._record_id,
-                w.expected_revision,
-                encode_record(w.record),
-                operation_id=w.operation_id,
-                actor=self._leader,
-                reason=w.reason,
-                lease=self._leadership.lease,
-                version=w.record.version,
-                digest=w.record.baseline_id,
-            )
-        except ConflictError as e:
-            found = e.current
-            return self._role.conflict(
-                w.operation_id, None if found is None else found.revision, "" if found is None else found.operation_id
-            )
-        except UnknownOutcomeError:
-            return self._role.unknown(w.operation_id)
-        except LeadershipLostError as e:
-            raise _OwnError(why_lost(e)) from e
-        except RefusedError as e:
-            raise _OwnError(f"the record could not be written ({w.reason}): {e}") from e
-        except ControlPlaneUnavailableError as e:
-            return self._later(e, [w])
-        if w.reason in ("Commit", "OpenAttempt", "OpenRestore"):
-            c = w.record.committed
-            self._sweeper.sweep(w.record.epoch - self._settings.retain_epochs, 0 if c is None else c.epoch)
-        return self._role.written(w.operation_id, stored.revision)
+            if self._succeeded and roster(self._control, self._record_id) != self._roster:
+                raise LeaderError("the trainer that it leads was started again, or is replaced", lost=True)
+            if leader_address(self._control, self._record_id) != self.address:
+                register_leader(self._control, self._record_id, self.address)
+        except DcrError as e:
+            _log.warning("coordinator %s could not look at the registry: %s", self._leader, e)
+        return []
 
     def _lease_lost(self, error: LeadershipLostError) -> None:
         def act() -> Sequence[effects_.Effect]:
-            raise _OwnError(why_lost(error)) from error
+            raise LeaderError(why_lost(error), lost=True) from error
 
         with contextlib.suppress(queue.Full):  # the next write finds it out too
             self._post(act)
 
-    def _later(self, error: ControlPlaneUnavailableError, effects: list[effects_.Effect]) -> list[effects_.Effect]:
-        """The control plane is away and nothing took effect: the same again, until it is back or we are closed."""
-        _log.warning("coordinator %s waits for the control plane: %s", self._leader, error)
-        if not self._stop.wait(0.2):
-            self._post(lambda: effects)
-        return []
-
-    def _lead_no_more(self, reason: str) -> None:
-        """Tell every owner, so that no push waits for an outcome that will not come."""
-        if self._fatal:
+    def _lead_no_more(self, reason: str, *, lost: bool = False) -> None:
+        """Let every peer look for the next leader; owners that have none are told, so that no push waits in vain."""
+        if self.failure:
             return
-        self._fatal = reason
-        _log.error("coordinator %s leads no more: %s", self._leader, reason)
+        self.failure, self.lost = reason, lost
+        level = logging.WARNING if lost and self._succeeded else logging.ERROR
+        _log.log(level, "coordinator %s leads no more: %s", self._leader, reason)
         for role, name in list(self._peers):
-            if role == "owner":
-                self._tell_fatal(name)
+            if role == "owner" and not (lost and self._succeeded):
+                self._tell_failure(name)
             else:
-                self._hub.drop(self._peers[role, name], "this coordinator leads no more")
+                self._hub.drop(self._peers[role, name], _ABOUT_LEADING)
+        self.ended.set()
 
-    def _tell_fatal(self, owner: str) -> None:
-        error = f"the coordinator leads no more: {self._fatal}"
+    def _tell_failure(self, owner: str) -> None:
+        error = f"the coordinator leads no more: {self.failure}"
         self._send("owner", owner, encode_message(Outcome(self._record_id, 0, -1, "", error, {})))

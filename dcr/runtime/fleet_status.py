@@ -104,6 +104,8 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
             return "writes the record"
         case Phase.FOLDING:
             return "owners fold the committed version into their baselines"
+        case Phase.IDLE if role.held:
+            return "the transition has stopped, and waits for the operator: dcr transition --help"
         case Phase.IDLE if role.pausing:
             return f"a push pauses before its next attempt, for {role.pausing}"
         case Phase.IDLE if role.seats.ready:

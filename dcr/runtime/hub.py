@@ -65,6 +65,8 @@ class Hub:
         advertise: where spokes reach it, if that is another place; port 0 is the one that it listens at.
         credentials: of this process; every connection is TLS 1.3 then, and both ends show certificates.
         settings: bounds.
+        refuse: why a peer that has proved the secret is not let in all the same; empty if it is.  Called from several
+            threads.
 
     Attributes:
         address: for spokes; see ``HubAddress``.
@@ -84,6 +86,7 @@ class Hub:
         advertise: HostPort | None = None,
         credentials: "Credentials | None" = None,
         settings: ChannelSettings = _DEFAULT,
+        refuse: Callable[[Peer], str] = lambda _: "",
     ) -> None:
         check_secret(secret)
         if credentials is None:
@@ -93,6 +96,7 @@ class Hub:
         self._secret = secret
         self._on_event = on_event
         self._settings = settings
+        self._refuse = refuse
         self._changed = threading.Condition()
         self._closed = False
         self._seats: dict[tuple[str, str], tuple[Peer, Link]] = {}
@@ -213,7 +217,7 @@ class Hub:
         peer = prove_to_spoke(stream, self._secret, deadline, binding)
         threading.current_thread().name = f"dcr-hub {peer}"
         link = Link(stream, str(peer), self._settings)
-        refused = self._seat(peer, link)
+        refused = self._refuse(peer) or self._seat(peer, link)
         if refused:
             send_verdict(stream, refused, self._settings.handshake_timeout_s)
             raise ChannelError(f"{peer}: {refused}")

@@ -15,57 +15,72 @@ _TAKE_OVERS_MAX = 16
 _RENEWALS_A_LEASE = 3
 
 
-class Leadership:
-    """The lease of one leader, and the thread that renews it.
+def take_lease(control: ControlPlane, record_id: str, leader: str, lease_s: float) -> Lease | None:
+    """Lead at once, whoever led before: who starts a trainer with its own coordinator says that this one leads.
 
-    Whoever starts a coordinator says with it that this one leads: the lease of an older one is taken over.  While the
-    control plane is away nothing is known, and the thread asks on; every write is held to the lease by the control
-    plane itself.  Where that keeps no leases there is neither, and a warning says what has to be seen to instead.
+    Where the control plane keeps no leases there is none, and a warning says what has to be seen to instead.
 
     Args:
         control: control plane.
         record_id: the record to lead.
         leader: a name new with every start.
         lease_s: how long to lead without a renewal, seconds.
-        lost: called once, in the thread, when the lease is not the record's any more.
 
     Raises:
         LeaseHeldError: others took it as often as this one did.
         ControlPlaneUnavailableError: it could not be asked.
     """
+    if not control.leases:
+        _log.warning(
+            "record %s is kept where there are no leases: that only one coordinator runs is guaranteed by whoever "
+            "starts trainers (a scheduler that never runs two of this job), not by dcr; a second one overtakes "
+            "this one, which then ends by name",
+            record_id,
+        )
+        return None
+    for left in reversed(range(_TAKE_OVERS_MAX)):
+        current = control.leader(record_id)
+        try:
+            return control.acquire(record_id, leader, lease_s, replaces=None if current is None else current.token)
+        except LeaseHeldError:  # another one that starts was faster, or gave up meanwhile
+            if not left:
+                raise
+    raise AssertionError  # the loop returns or raises
 
-    def __init__(
-        self,
-        control: ControlPlane,
-        record_id: str,
-        leader: str,
-        lease_s: float,
-        lost: Callable[[LeadershipLostError], None],
-    ) -> None:
+
+class Leadership:
+    """The lease of one leader, and the thread that renews it.
+
+    While the control plane is away nothing is known, and the thread asks on; every write is held to the lease by the
+    control plane itself.
+
+    Args:
+        control: control plane.
+        lease: what was granted; given back by ``close``.  None where none are kept.
+        lost: called once, in the thread, when the lease is not the record's any more.
+    """
+
+    def __init__(self, control: ControlPlane, lease: Lease | None, lost: Callable[[LeadershipLostError], None]) -> None:
         self._control = control
+        self.lease = lease
         self._lost = lost
         self._ended = threading.Event()
-        self.lease: Lease | None = None  # of a control plane that keeps none
-        if not control.leases:
-            _log.warning(
-                "record %s is kept where there are no leases: that only one coordinator runs is guaranteed by whoever "
-                "starts trainers (a scheduler that never runs two of this job), not by dcr; a second one overtakes "
-                "this one, which then ends by name",
-                record_id,
-            )
+        if lease is None:
             return
-        for left in reversed(range(_TAKE_OVERS_MAX)):
-            current = control.leader(record_id)
-            try:
-                self.lease = control.acquire(
-                    record_id, leader, lease_s, replaces=None if current is None else current.token
-                )
-                break
-            except LeaseHeldError:  # another one that starts was faster, or gave up meanwhile
-                if not left:
-                    raise
-        self._thread = threading.Thread(target=self._renew, args=(self.lease,), name="dcr-lease", daemon=True)
+        self._thread = threading.Thread(target=self._renew, args=(lease,), name="dcr-lease", daemon=True)
         self._thread.start()
+
+    @property
+    def stands(self) -> bool:
+        """Whether the lease is the record's now; False too if there is none, or the control plane does not say."""
+        if self.lease is None:
+            return False
+        try:
+            current = self._control.leader(self.lease.record_id)
+        except DcrError as e:
+            _log.warning("%s: whether it stands is not known: %s", self.lease, e)
+            return False
+        return current is not None and current.token == self.lease.token
 
     def close(self) -> None:
         """Lead no more; the next leader need not wait for it."""
@@ -95,6 +110,6 @@ def why_lost(error: LeadershipLostError) -> str:
         return f"{error}; the control plane was not reached for that long: start the trainer again"
     now = error.current
     return (
-        f"another trainer ({now.holder}) leads record {now.record_id!r}; stop one of the two, or give each its own "
-        f"record_id ({error})"
+        f"another coordinator ({now.holder}) leads record {now.record_id!r}; if that is another trainer's, stop one of "
+        f"the two, or give each its own record_id ({error})"
     )

@@ -1,14 +1,26 @@
-"""An operator's end of the control channel: asks the leader of a record, changes nothing."""
+"""An operator's end of the control channel: asks the leader of a record, or gives it an order."""
 
 import os
 import queue
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from dcr.control_plane.interface import ControlPlane
 from dcr.protocol.errors import DcrError
-from dcr.protocol.messages import Verified, Verify, decode_order, encode_message
+from dcr.protocol.messages import (
+    Intervene,
+    Intervened,
+    Intervention,
+    Order,
+    Report,
+    Verified,
+    Verify,
+    decode_order,
+    encode_message,
+)
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.registry import leader_address
@@ -41,46 +53,92 @@ def verify(
         OperatorError: no leader could be reached, it was lost, or an answer took too long.
         RefusedError: the credentials that ``channel`` names are no good.
     """
+    with _asking(control, record_id, secret, Verify(record_id), channel=channel, connect_s=connect_s) as leader:
+        while True:
+            answer = leader.answer(answer_s)
+            if not isinstance(answer, Verified):
+                raise leader.nonsense(answer)
+            yield answer
+            if answer.error or not answer.left:
+                return
+
+
+def intervene(
+    control: ControlPlane,
+    record_id: str,
+    secret: bytes,
+    what: Intervention,
+    *,
+    channel: str,
+    connect_s: float,
+    answer_s: float,
+) -> Intervened:
+    """Give the leader an order about the open transition (DESIGN D14, D17); arguments and errors as ``verify``.
+
+    Returns:
+        What it answered; ``refused`` says why it does not obey.
+    """
+    order = Intervene(record_id, what)
+    with _asking(control, record_id, secret, order, channel=channel, connect_s=connect_s) as leader:
+        answer = leader.answer(answer_s)
+        if not isinstance(answer, Intervened):
+            raise leader.nonsense(answer)
+        return answer
+
+
+@dataclass(frozen=True)
+class _Leader:
+    """The leader at the other end, and what it says; a text is why it was lost."""
+
+    record_id: str
+    said: queue.Queue[bytes | str]
+
+    def answer(self, answer_s: float) -> Order:
+        """The next answer."""
+        started = time.monotonic()
+        try:
+            data = self.said.get(timeout=answer_s)
+        except queue.Empty:
+            waited = time.monotonic() - started
+            raise OperatorError(
+                f"the leader of record {self.record_id!r} has not answered for {waited:.0f} s; its log may say why"
+            ) from None
+        if isinstance(data, str):
+            raise OperatorError(
+                f"the leader of record {self.record_id!r} was lost before it answered: {data}; ask again"
+            )
+        return decode_order(data)
+
+    def nonsense(self, answer: Order) -> OperatorError:
+        """The error of an answer to another question."""
+        return OperatorError(f"the leader of record {self.record_id!r} answered with {type(answer).__name__}")
+
+
+@contextmanager
+def _asking(
+    control: ControlPlane, record_id: str, secret: bytes, question: Report, *, channel: str, connect_s: float
+) -> Iterator[_Leader]:
+    """A connection to the leader, over which it was asked something."""
     credentials = ChannelAddress.parse(channel).credentials()
-    answers: queue.Queue[bytes | str] = queue.Queue(_ANSWERS_MAX)
-    peer = Peer("operator", f"verify-{os.getpid()}-{secrets.token_hex(4)}", 0)
+    leader = _Leader(record_id, queue.Queue(_ANSWERS_MAX))
+    asker = Peer("operator", f"{type(question).__name__.lower()}-{os.getpid()}-{secrets.token_hex(4)}", 0)
     spoke = Spoke(
         record_secret(secret, record_id),
-        peer,
-        lambda data: answers.put(data, timeout=connect_s),
+        asker,
+        lambda data: leader.said.put(data, timeout=connect_s),
         resolve=lambda: leader_address(control, record_id),
         credentials=credentials,
-        on_disconnect=lambda reason: answers.put(reason, timeout=connect_s),
+        on_disconnect=lambda reason: leader.said.put(reason, timeout=connect_s),
     )
     try:
         try:
             spoke.wait_connected(connect_s)
         except ChannelTimeoutError as e:
             raise OperatorError(
-                f"no leader of record {record_id!r} could be reached in {connect_s} s: is its trainer running? ({e})"
+                f"no leader of record {record_id!r} could be reached in {connect_s} s: is its trainer running, or a "
+                f"dcr coordinator? ({e})"
             ) from e
-        spoke.send(encode_message(Verify(record_id)))
-        while True:
-            answer = _next(answers, record_id, answer_s)
-            yield answer
-            if answer.error or not answer.left:
-                return
+        spoke.send(encode_message(question))
+        yield leader
     finally:
         spoke.close()
-
-
-def _next(answers: queue.Queue[bytes | str], record_id: str, answer_s: float) -> Verified:
-    started = time.monotonic()
-    try:
-        data = answers.get(timeout=answer_s)
-    except queue.Empty:
-        waited = time.monotonic() - started
-        raise OperatorError(
-            f"the leader of record {record_id!r} has not answered for {waited:.0f} s; its log may say why"
-        ) from None
-    if isinstance(data, str):
-        raise OperatorError(f"the leader of record {record_id!r} was lost while it verified: {data}; ask again")
-    answer = decode_order(data)
-    if not isinstance(answer, Verified):
-        raise OperatorError(f"the leader of record {record_id!r} answered with {type(answer).__name__}")
-    return answer

@@ -38,16 +38,18 @@ from dcr.protocol.messages import (
     decode_order,
     encode_message,
 )
-from dcr.protocol.record import decode_record
+from dcr.protocol.record import OwnerRef, decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.contents_table import encode_table
 from dcr.runtime.emission import Emission
 from dcr.runtime.event_log import EventLog
+from dcr.runtime.following import Following
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.pipeline import CancelledError
 from dcr.runtime.refit_status import RefitStatus
+from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
@@ -78,7 +80,8 @@ class OwnerHost:
         source: this rank's share.
         incarnation: new with every start of this process.
         record_id: the record it obeys.
-        coordinator: where this trainer's own coordinator is reached (``CoordinatorHost.address``); owners never follow
+        coordinator: where this trainer's own coordinator is reached (``CoordinatorHost.address``); None if it has none,
+            and whichever leads takes this owner for the one that the trainer's roster names.  Owners never follow
             another trainer's, or the weights of two trainers could be mixed in one version.
         control: control plane.
         delivery: where payloads go.
@@ -97,7 +100,7 @@ class OwnerHost:
         *,
         incarnation: int,
         record_id: str,
-        coordinator: str,
+        coordinator: str | None,
         control: ControlPlane,
         delivery: Delivery,
         secret: bytes,
@@ -125,6 +128,7 @@ class OwnerHost:
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._begun = ""  # token of the candidate of which something may have been delivered last
         self._push = 0
+        self._dense = False
         self._waiting = False
         self._refusal: str | None = None  # why what is pushed may not become a version; None: not known yet
         self._outcome: Outcome | None = None
@@ -141,10 +145,12 @@ class OwnerHost:
             record_secret(secret, record_id),
             Peer("owner", source.owner, incarnation),
             lambda data: self._post(lambda: self._order(data)),
-            resolve=lambda: coordinator,
+            resolve=lambda: leader_address(control, record_id) if coordinator is None else coordinator,
             credentials=credentials,
             on_connect=lambda: self._post(self._connected),
         )
+        me = OwnerRef(source.owner, incarnation)
+        self._following = Following(control, record_id, me, self._spoke) if coordinator is None else None
         for t in self._threads:  # last: what they carry out needs everything above
             t.start()
 
@@ -166,8 +172,16 @@ class OwnerHost:
         emission = self._emission
         return emission is not None and not emission.over and not emission.cancelled.is_set()
 
-    def push(self) -> Outcome:
+    @property
+    def unled(self) -> str:
+        """Why a push that waits has no coordinator to wait for; empty if it has one, or none waits."""
+        return self._spoke.trouble if self._waiting and not self._spoke.connected else ""
+
+    def push(self, *, dense: bool = False) -> Outcome:
         """Offer the weights as a candidate and wait for the outcome; they must not change until this returns.
+
+        Args:
+            dense: ask for every element to be sent (DESIGN D14).
 
         Raises:
             PushTimeoutError: no outcome within ``push_timeout_s``.
@@ -177,6 +191,7 @@ class OwnerHost:
         with self._changed:
             self._check_open()
             self._push += 1
+            self._dense = dense
             self._outcome = None
             self._fault = ""
             self._refusal = None if self._settings.refuse_nonfinite else ""
@@ -249,7 +264,11 @@ class OwnerHost:
         self._events.put(_Do(act), timeout=self._settings.connect_timeout_s)
 
     def _loop(self) -> None:
+        next_look = 0.0
         while not self._stop.is_set():
+            if self._following is not None and time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._settings.record_poll_s
+                self._follow(self._following)
             try:
                 event = self._events.get(timeout=0.1)
             except queue.Empty:
@@ -281,7 +300,7 @@ class OwnerHost:
     def _ready(self) -> list[role.Effect]:
         if self._waiting and self._refusal is not None:
             name, incarnation = self._source.owner, self._incarnation
-            self._send(CandidateReady(name, incarnation, self._push, refused=self._refusal))
+            self._send(CandidateReady(name, incarnation, self._push, refused=self._refusal, dense=self._dense))
         return []
 
     def _look_through(self, push: int) -> None:
@@ -302,6 +321,14 @@ class OwnerHost:
             return self._ready()
 
         self._post(offer)
+
+    def _follow(self, following: Following) -> None:
+        """Another leader may have come; or another trainer, and then no leader tells how the push ends."""
+        problem = following.look()
+        if problem and self._waiting:
+            with self._changed:
+                self._outcome = Outcome(self._record_id, 0, -1, "", problem, {})
+                self._changed.notify_all()
 
     def _order(self, data: bytes) -> Sequence[role.Effect]:
         order = decode_order(data)

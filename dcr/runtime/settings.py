@@ -28,7 +28,13 @@ _LARGEST = {
     **dict.fromkeys(("buckets_ahead", "encode_threads", "deliver_threads", "fetch_ahead"), THREADS_MAX),
 }
 
-READBACKS = ("start", "restore", "always")
+_CHOICES = {
+    "operation": ("add", "xor"),
+    "gate_mode": GATE_MODES,
+    "readback": ("start", "restore", "always"),
+    "coordinator": ("trainer", "elsewhere"),
+    "stopped_push": ("raise", "wait"),
+}
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,6 +64,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Fewest engines that a commit needs."""
     attempts_max: int = 4
     """Attempts of one push before the transition stops."""
+    coordinator: str = "trainer"
+    """Where the trainer's coordinator is: in its first rank (``trainer``), or in whichever ``dcr coordinator`` process
+    leads (``elsewhere``), so that a push survives that one's death (docs/coordinator.md)."""
+    stopped_push: str = "raise"
+    """What becomes of a push whose transition stopped: it ends with an error (``raise``), or waits for the operator's
+    ``dcr transition`` (``wait``), within its ``push_timeout_s``.  The coordinator's setting counts."""
     restores_max: int = 3
     """Failed restores of one engine's incarnation before it is refused."""
     attempt_pause_timeout_s: float = 2.0
@@ -75,6 +87,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Pause after a restore that failed."""
     members_timeout_s: float = 300.0
     """How long a push waits for ``members_min`` engines."""
+    rejoin_timeout_s: float = 15.0
+    """How long a coordinator that took over waits for the engines of its forerunner before it goes on without them."""
     ranks_timeout_s: float = 600.0
     """How long a push of some ranks waits for the others to call ``push`` too."""
     owners_timeout_s: float = 120.0
@@ -123,12 +137,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Bytes that one actor of a process writes there; then its log ends, with a warning."""
 
     def __post_init__(self) -> None:
-        if self.operation not in ("add", "xor"):
-            raise RefusedError(f"setting operation: {self.operation!r} is not one of add, xor")
-        if self.gate_mode not in GATE_MODES:
-            raise RefusedError(f"setting gate_mode: {self.gate_mode!r} is not one of {', '.join(GATE_MODES)}")
-        if self.readback not in READBACKS:
-            raise RefusedError(f"setting readback: {self.readback!r} is not one of {', '.join(READBACKS)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise RefusedError(f"setting {name}: {getattr(self, name)!r} is not one of {', '.join(choices)}")
         if not LEASE_S_MIN <= self.leader_lease_s <= LEASE_S_MAX:
             raise RefusedError(
                 f"setting leader_lease_s: {self.leader_lease_s} must be from {LEASE_S_MIN:.0f} to {LEASE_S_MAX:.0f}"

@@ -9,6 +9,7 @@ import pytest
 from dcr import RolloutNode
 from dcr.modelcheck.eventlog.validate import validate
 from dcr.protocol.errors import RefusedError
+from tests.faults.failover_fleet import FailoverFleet
 from tests.faults.thread_fleet import Fleet
 
 SPEC = Path(__file__).parents[2] / "spec" / "tla"
@@ -42,7 +43,8 @@ def fleet_of(tmp_path):
         return opened[0]
 
     yield make
-    opened[0].close()
+    for fleet in opened:
+        fleet.close()
 
 
 @pytest.fixture
@@ -56,3 +58,17 @@ def node_of():
     yield make
     for node in nodes:
         node.close()
+
+
+@pytest.fixture
+def fleet_with(tmp_path):
+    """A fleet whose coordinators run elsewhere."""
+    opened = []
+
+    def make(*args, **kwargs):
+        opened.append(FailoverFleet(tmp_path, *args, **kwargs))
+        return opened[0]
+
+    yield make
+    for fleet in opened:
+        fleet.close()

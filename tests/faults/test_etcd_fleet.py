@@ -68,6 +68,9 @@ def test_a_fleet_on_etcd_goes_on_after_a_kill_of_etcd_and_a_leader_without_its_l
 
 def refused(fleet):
     fleet.step()
-    with pytest.raises(PushError, match=r"another trainer \(somebody\) leads record 'default'; stop one") as e:
+    with pytest.raises(
+        PushError,
+        match=r"another coordinator \(somebody\) leads record 'default'; if",
+    ) as e:
         fleet.refit.push()
     return str(e.value)

@@ -79,7 +79,7 @@ def test_an_older_trainer_stops_and_its_engines_follow_the_newer(fleet: Fleet) -
         assert report.members == ("a",)
         fleet.version, fleet.states[1] = report.version, fleet.state()
         fleet.check(e)
-        with pytest.raises(PushError, match=r"another trainer .*leads record 'default'"):
+        with pytest.raises(PushError, match=r"another coordinator .*leads record 'default'"):
             fleet.refit.push()
         fleet.check(e)
 

@@ -16,6 +16,7 @@ from dcr.control_plane.address import open_control_plane
 from dcr.delivery.folder import FolderDelivery
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.rollout.torch.engine import TorchEngine
+from tests.faults.coordinator_process import CoordinatorProcess
 from tests.faults.models import Policy, Served, dense, stored_bits
 from tests.faults.thread_fleet import SETTINGS, WAIT_S
 
@@ -93,6 +94,8 @@ class Run:
             "delivery": f"file://{folder}/payloads",
             "settings": {**SETTINGS, "owners_timeout_s": 3.0, **(settings or {})},
         }
+        elsewhere = (settings or {}).get("coordinator") == "elsewhere"
+        self.coordinators = [CoordinatorProcess("first", folder, self.addresses)] if elsewhere else []
         self.policy = Policy()
         checkpoint = folder / "v0"
         checkpoint.mkdir()
@@ -133,6 +136,8 @@ class Run:
         for r in self.ranks:
             r.process.kill()
             r.process.join(30)
+        for c in self.coordinators:
+            c.close()
 
 
 @pytest.fixture
@@ -204,3 +209,39 @@ def test_weights_that_are_no_numbers_on_one_rank_are_refused_on_both_and_nothing
         run.check(1, dict(run.policy.state_dict()))
     finally:
         run.close()
+
+
+@pytest.fixture
+def run_elsewhere(tmp_path: Path):
+    r = Run(tmp_path, {"coordinator": "elsewhere", "leader_lease_s": 1.0})
+    yield r
+    r.close()
+
+
+@pytest.mark.long
+def test_the_leader_is_killed_while_both_ranks_push_and_again_with_one_of_them(run_elsewhere: Run) -> None:
+    run = run_elsewhere
+    everything = run.owned[0] | run.owned[1]
+    run.check(0, run.policy.state_dict())
+    first, second = *run.coordinators, CoordinatorProcess("second", run.folder, run.addresses)
+    run.coordinators.append(second)
+    second.wait_said("stands by: first")
+    run.step(1, everything)
+    first.signal(signal.SIGSTOP)  # so that the push begins, and is not over, when it is killed
+    run.push()
+    first.signal(signal.SIGKILL)
+    assert [r.answer() for r in run.ranks] == [(1, "relative")] * 2
+    committed = {n: t.clone() for n, t in run.policy.state_dict().items()}
+    run.check(1, committed)
+
+    third = CoordinatorProcess("third", run.folder, run.addresses)
+    run.coordinators.append(third)
+    third.wait_said("stands by: second")
+    run.step(2, everything)
+    second.signal(signal.SIGSTOP)
+    run.push()
+    run.ranks[1].process.kill()
+    second.signal(signal.SIGKILL)
+    assert run.ranks[0].answer() == "time-out: no connection to rank-1"
+    assert run.record().version == 1
+    run.check(1, committed)

@@ -102,11 +102,14 @@ class Fleet:
         self.checkpoint = folder / "v0"
         self.checkpoint.mkdir()
         save_file(self.states[0], self.checkpoint / "model.safetensors")
-        self.refit = TrainerRefit(self.policy, **self.addresses, observe=self.observe)
+        self.refit = self.start_trainer()
         self.engines: list[ThreadEngine] = []
         self._steps = 0
 
     # ---------------------------------------------------------------- the two sides
+
+    def start_trainer(self) -> TrainerRefit:
+        return TrainerRefit(self.policy, **self.addresses, observe=self.observe)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {n: t.detach().clone() for n, t in self.policy.state_dict().items()}
@@ -146,7 +149,7 @@ class Fleet:
     def restart_trainer(self, policy: Policy | None = None) -> None:
         self.refit.close()
         self.policy = policy or self.policy
-        self.refit = TrainerRefit(self.policy, **self.addresses, observe=self.observe)
+        self.refit = self.start_trainer()
 
     # ---------------------------------------------------------------- the proof
 

@@ -92,8 +92,15 @@ class _Sorter:
         self._in_turn(([h.created] if h.created is not None else []) + list(h.writes))
         for w in h.writes:
             self._write(w)
-        for chain in self._run.leaders.values():
+        written = {id(w.line): number for number, w in enumerate(h.writes)}
+        # Of two leaders that published one commit, the older one did so first.
+        in_turn = sorted(
+            self._run.leaders.values(),
+            key=lambda chain: min((written[id(x)] for x in chain if id(x) in written), default=len(written)),
+        )
+        for chain in in_turn:
             self._after_commits(chain)
+            self._before_the_next_leader(chain)
         for by in (*self._run.nodes.values(), *self._run.owners.values()):
             for old, new in pairwise(list(by.values())):
                 self._put(old[-1], new[0])
@@ -177,6 +184,16 @@ class _Sorter:
                 for action in ("EndFold", "LoseBaseline"):
                     for x in self._by.get((action, epoch), ()):
                         self._put(x, line)
+
+    def _before_the_next_leader(self, chain: list[Line]) -> None:
+        """What a leader did after its last write, but for finding out that it is replaced, it did while it led."""
+        mine = {id(w.line): w for w in self._run.history.writes}
+        last = max((n for n, line in enumerate(chain) if id(line) in mine), default=None)
+        if last is not None:
+            replaced = self._run.history.after(mine[id(chain[last])].revision)
+            for line in chain[last + 1 :]:
+                if line.event.action != "Fatal":
+                    self._until(line, replaced)
 
     def _waits_for_publication(self, line: Line) -> bool:
         waits = self._waits[self._number[id(line)]]

@@ -16,14 +16,18 @@ from dcr.data_plane.change_counts import ChangeCount
 from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.errors import DcrError
+from dcr.protocol.messages import Intervention
+from dcr.protocol.record import OwnerRef
 from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.event_log import event_folder
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.operator import intervene
 from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
 from dcr.runtime.progress_log import ProgressLog, Steps
 from dcr.runtime.refit_status import RefitStatus, Told
 from dcr.runtime.registry import RelayDirectory
+from dcr.runtime.roster import register_roster, withdraw_roster
 from dcr.runtime.secret import record_secret
 from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import Settings
@@ -45,7 +49,8 @@ class TrainerStatus(Told, frozen=True):
     emission: RefitStatus | None
     """What this rank emits, or emitted last: detect, encode, deliver; None before the first."""
     fleet: FleetStatus | None
-    """Whom the coordinator waits for; None but on the first rank, where it runs."""
+    """Whom the coordinator waits for; None where it does not run: on other ranks than the first, and on that if it runs
+    elsewhere (``dcr transition show`` asks it)."""
 
     def __str__(self) -> str:
         return "\n".join(str(part) for part in (self.emission, self.fleet) if part is not None)
@@ -97,11 +102,18 @@ class Refit:
                 f"waits until all {ranks.count} ranks have come so far" if ranks.count > 1 else "starts its threads"
             )
             step(others)
-            owners: list[str] = ranks.gather(source.owner)
+            self._record_id, self._secret, self._settings = record_id, secret, settings
+            self._first = ranks.rank == 0
+            me = OwnerRef(source.owner, time.time_ns())
+            owners = ranks.gather(me)
 
             def coordinator() -> CoordinatorHost | None:
-                if ranks.rank:
+                if not self._first:
                     return None
+                if settings.coordinator == "elsewhere":
+                    register_roster(self._control, record_id, owners)
+                    return None
+                withdraw_roster(self._control, record_id)
                 return CoordinatorHost(
                     record_id=record_id,
                     leader=f"leader-{time.time_ns():x}-{secrets.token_hex(4)}",
@@ -117,11 +129,11 @@ class Refit:
             self._coordinator = ranks.together(coordinator)
             if self._coordinator is not None:
                 opened.callback(self._coordinator.close)
-            address, *_ = ranks.gather("" if self._coordinator is None else self._coordinator.address)
+            address, *_ = ranks.gather(None if self._coordinator is None else self._coordinator.address)
             self._host = ranks.together(
                 lambda: OwnerHost(
                     source,
-                    incarnation=time.time_ns(),
+                    incarnation=me.incarnation,
                     record_id=record_id,
                     coordinator=address,
                     control=self._control,
@@ -135,7 +147,7 @@ class Refit:
             opened.callback(self._host.close)
             self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
             opened.callback(self._progress.close)
-            step("connects to the coordinator in the first rank")
+            step(f"connects to the coordinator {'that leads' if address is None else 'in the first rank'}")
             ranks.together(self._host.wait_connected)
             self._opened = opened.pop_all()
 
@@ -150,11 +162,9 @@ class Refit:
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome in time.
         """
-        if dense and self._coordinator is not None:
-            self._coordinator.dense_next()
         started, before = time.perf_counter(), self._delivery.traffic
         try:
-            outcome = self._host.push()
+            outcome = self._host.push(dense=dense)
         except PushTimeoutError as e:
             fleet = self.status.fleet
             raise PushTimeoutError(str(e) if fleet is None else f"{e}; the coordinator: {fleet}") from e
@@ -175,6 +185,8 @@ class Refit:
         status, found = self.status, {}
         if self._host.emitting and status.emission is not None:
             found["emission"] = f"{self._source.owner}, {status.emission}"
+        if unled := self._host.unled:
+            found["coordinator"] = f"{self._source.owner}, its push waits, and no coordinator is connected: {unled}"
         if status.fleet is not None and status.fleet.waits_for:
             found["fleet"] = f"coordinator, {status.fleet}"
         return found
@@ -192,9 +204,14 @@ class Refit:
         """Give up a stopped transition: engines that it tore are restored to the committed version.
 
         Call it on the first rank before pushing other weights; on the other ranks it does nothing.
+
+        Raises:
+            OperatorError: the coordinator is elsewhere, and could not be asked.
         """
         if self._coordinator is not None:
             self._coordinator.abandon()
+        elif self._first:
+            self._order(Intervention.ABANDON)
 
     def roll_back(self) -> None:
         """Turn an open transition back: engines that it tore get the committed version's bits, in place.
@@ -202,9 +219,28 @@ class Refit:
         Call it on the first rank, from another thread while ``push`` waits, which then raises ``PushError``, or after
         a stop, while the weights are still those that were pushed.  Where that cannot be done the transition is
         abandoned.  If none is open, and on the other ranks, it does nothing.
+
+        Raises:
+            OperatorError: the coordinator is elsewhere, and could not be asked.
         """
         if self._coordinator is not None:
             self._coordinator.roll_back()
+        elif self._first:
+            self._order(Intervention.ROLL_BACK)
+
+    def _order(self, what: Intervention) -> None:
+        """Ask the leader, wherever it is, as an operator would."""
+        answer = intervene(
+            self._control,
+            self._record_id,
+            self._secret,
+            what,
+            channel=self._settings.channel,
+            connect_s=self._settings.connect_timeout_s,
+            answer_s=self._settings.connect_timeout_s,
+        )
+        if answer.refused:
+            _log.info("%s of record %r: nothing to be done: %s", what, self._record_id, answer.refused)
 
     def close(self) -> None:
         """End threads and connections; engines go on serving what they serve."""

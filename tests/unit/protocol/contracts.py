@@ -62,6 +62,7 @@ ORDERS = (
     m.ShowContents("policy", 10),
     m.CompareContents("policy", 10, 6, (m.TableRef("policy/10/contents/o0/9/d0", "ee"),)),
     m.Verified("policy", 6, 1, COMPARED, 2, ""),
+    m.Intervened("policy", "c1", RECORD, "idle", "a push waits", ("o0",), ("the loader raised",), "not stopped"),
 )
 
 REPORTS = (
@@ -72,7 +73,7 @@ REPORTS = (
     m.AttemptFailed("e0", 1, 10, "the loader raised", STATE),
     m.Serving("e0", 1, 10, 7),
     m.OwnerJoin("o0", 9, 1, D0),
-    m.CandidateReady("o0", 9, 5, "o0 holds 3 NaN"),
+    m.CandidateReady("o0", 9, 5, "o0 holds 3 NaN", dense=True),
     m.Withdraw("o0", 9, 5),
     m.Sealed("o0", 9, 10, "cc", D1, 2, 64, 4, 100, {"encode": 0.25}, LAYERS),
     m.EmitFailed("o0", 9, 10, "its push was given up", fatal=True, given_up=5),
@@ -80,4 +81,5 @@ REPORTS = (
     m.Verify("policy"),
     m.ContentsShown("o0", 9, 10, m.TableRef("policy/10/contents/o0/9/d0", "ee"), D0, ""),
     COMPARED,
+    m.Intervene("policy", m.Intervention.ROLL_BACK),
 )

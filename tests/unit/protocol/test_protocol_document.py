@@ -167,7 +167,22 @@ def test_every_variable_of_the_specification_has_its_place_in_the_code() -> None
 
 
 def test_every_timer_of_the_coordinator_is_a_setting() -> None:
-    found = re.findall(r"_(?:start_timer|wait)\((.*?)[,)]", (SOURCES / "coordinator.py").read_text())
+    code = (SOURCES / "coordinator.py").read_text()
+    found = re.findall(r"_(?:timer\.start|wait)\(\s*(.*?)[,)]", code)
     names = {name for call in found for name in re.findall(r'"(\w+)"', call)}
-    assert names >= {"prepare", "ack", "fold", "restore", "restore_pause", "owners", "members", "ranks"}
+    pauses = re.search(r'= _PAUSES = "(\w+)", "(\w+)"', code)
+    assert pauses
+    names |= set(pauses.groups())
+    assert names >= {
+        "prepare",
+        "ack",
+        "fold",
+        "restore",
+        "restore_pause",
+        "attempt_pause",
+        "owners",
+        "members",
+        "ranks",
+    }
+    assert "rejoin" in names
     assert {f"{name}_timeout_s" for name in names} <= set(Settings.__struct_fields__)

@@ -73,7 +73,7 @@ def test_another_leader_ends_this_one(how: str) -> None:
         at.c.unknown(w.operation_id)
         at.do(at.c.record_read(at.revision + 1, other, "other"))
     named = " (c2)" if how == "read" else ""
-    assert f"another trainer{named} leads record 'policy'" in at.fatal
+    assert f"another coordinator{named} leads record 'policy'" in at.fatal
     at.take()
     at.prepared("a")
     at.push(3)
@@ -127,7 +127,7 @@ def test_a_leader_that_reads_of_another_one_leads_no_more() -> None:
     assert at.c.record_read(at.revision, at.record, "x") == []
     assert at.c.record_read(at.revision - 1, other, "x") == []  # a read that our last write has overtaken
     at.do(at.c.record_read(at.revision + 1, other, "x"))
-    assert "another trainer (c2) leads" in at.fatal
+    assert "another coordinator (c2) leads" in at.fatal
     assert at.c.phase is Phase.FATAL
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from dcr.protocol import fleet, receiver, registrar
+from dcr.protocol.announcer import Announcer
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.node import Node
 from dcr.protocol.owner import Owner
@@ -105,14 +106,14 @@ MUTANTS = [
     ),
     Mutant(
         "a restarted owner is told that its push succeeded",
-        Coordinator,
+        Announcer,
         "_push_over",
         "if seat.ready and (took_part is None or took_part.get(name) == pushed):",
         "if seat.ready:",
     ),
     Mutant(
         "the push after one that was given up is told that it succeeded",
-        Coordinator,
+        Announcer,
         "_finish",
         "(o.incarnation, push)",
         "(o.incarnation, self.seats[o.owner].ready)",

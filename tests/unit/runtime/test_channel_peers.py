@@ -365,3 +365,19 @@ def test_settings_that_cannot_work_are_refused(bad):
 def test_peers_that_cannot_be_are_refused(bad):
     with pytest.raises(RefusedError):
         Peer(*bad)
+
+
+def test_a_peer_that_is_refused_by_name_never_is_connected():
+    events = Events()
+    hub = Hub(SECRET, events.put, refuse=lambda peer: "no owner of this trainer" if peer.role == "owner" else "")
+    stranger = Spoke(SECRET, Peer("owner", "rank-0", 1), print, resolve=lambda: hub.address)
+    spoke = Spoke(SECRET, A, print, resolve=lambda: hub.address)
+    try:
+        assert events.take(Connected).peer == A
+        eventually(lambda: "the hub refused this peer: no owner of this trainer" in stranger.trouble)
+        assert not stranger.connected
+        assert hub.peers() == [A]
+    finally:
+        stranger.close()
+        spoke.close()
+        hub.close()

@@ -29,6 +29,7 @@ from dcr.credentials.authority import issue
 from dcr.credentials.folder import Credentials
 from dcr.delivery.address import open_delivery
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.record import OwnerRef
 from dcr.runtime.channel import ChannelTimeoutError, Connected, Disconnected, Hub, Peer, Received
 from dcr.runtime.channel_address import ChannelAddress, HostPort
 from dcr.runtime.coordinator_host import CoordinatorHost
@@ -339,7 +340,7 @@ def test_an_address_of_another_machine_is_refused_by_name(shared, tmp_path):
         CoordinatorHost(
             record_id="default",
             leader="leader",
-            owners=["owner"],
+            owners=[OwnerRef("owner", 1)],
             control=control,
             delivery=delivery,
             secret=SECRET,

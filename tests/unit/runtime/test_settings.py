@@ -14,6 +14,8 @@ def test_every_default_is_a_bound():
             "channel": ("loopback",),
             "event_log": ("beside",),
             "refuse_nonfinite": (False,),
+            "coordinator": ("trainer",),
+            "stopped_push": ("raise",),
         }
         assert value in choices[name] if name in choices else value > 0
 
@@ -36,6 +38,8 @@ def test_a_mapping_sets_what_it_names_and_nothing_else():
         ({"ack_timeout_s": float("nan")}, "setting ack_timeout_s: nan must be greater than 0"),
         ({"operation": "set"}, "setting operation: 'set' is not one of add, xor"),
         ({"gate_mode": "lazy"}, "setting gate_mode: 'lazy' is not one of sync, async"),
+        ({"coordinator": "nowhere"}, "setting coordinator: 'nowhere' is not one of trainer, elsewhere"),
+        ({"stopped_push": "go"}, "setting stopped_push: 'go' is not one of raise, wait"),
         ({"readback": "never"}, "setting readback: 'never' is not one of start, restore, always"),
         (
             {"channel": "tls://10.0.0.4:7100"},

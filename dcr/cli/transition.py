@@ -1,0 +1,125 @@
+"""`dcr transition`: how the open transition stands, and the operator's ways out of one that stopped."""
+
+import argparse
+from typing import Any
+
+import msgspec
+
+from dcr.cli.report import say
+from dcr.control_plane.address import open_existing
+from dcr.protocol.messages import Intervened, Intervention
+from dcr.protocol.record import Direction, OpenTransition
+from dcr.runtime.channel_address import LOOPBACK
+from dcr.runtime.operator import intervene
+from dcr.runtime.secret_path import run_secret
+
+_DESCRIPTION = """\
+Asks the leader of a record how the open transition stands, or orders what becomes of one that stopped because
+attempts_max attempts have failed.  Clean engines serve the committed version meanwhile, torn ones stay gated.
+
+  dcr transition show --control sqlite:///tmp/run/record.db
+  dcr transition resume --control sqlite:///tmp/run/record.db
+
+show       what is open, what the leader waits for, whose push waits, and why attempts failed
+resume     attempts_max more attempts, with the weights of the push that waits (setting stopped_push = wait); where none
+           does, push() in the trainer resumes, with the same weights
+dense      the same, and every element is sent; where no push waits, the next one sends every element
+abandon    give the candidate up; engines that it tore are restored to the committed version
+roll-back  the same in place, without a restore, also while attempts are under way
+
+A push that waits ends with an error that says so after abandon and roll-back.
+
+Exit status: 0 shown, or ordered; 1 it makes no sense as things stand, and nothing was changed; 3 nobody could be
+asked."""
+
+_HELP = {
+    Intervention.SHOW: "how it stands",
+    Intervention.RESUME: "go on with a stopped transition",
+    Intervention.DENSE: "go on with it, and send every element",
+    Intervention.ABANDON: "give a stopped transition up",
+    Intervention.ROLL_BACK: "turn the open transition back",
+}
+_ORDERED = {
+    Intervention.RESUME: "ordered: it goes on",
+    Intervention.DENSE: "ordered: the next attempt sends every element",
+    Intervention.ABANDON: "ordered: it is abandoned, and engines that it tore are restored",
+    Intervention.ROLL_BACK: "ordered: it is turned back",
+}
+
+
+def add(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "transition",
+        help="show the open transition; resume, abandon or turn back one that stopped",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="|".join(_HELP))
+    for what, explained in _HELP.items():
+        one = kinds.add_parser(what.value, help=explained)
+        one.set_defaults(run=run, command_name="transition")
+        one.add_argument(
+            "--control", required=True, metavar="ADDRESS", help="control plane, as trainer and nodes have it"
+        )
+        one.add_argument("--record", default="default", metavar="ID", help="commit record (default)")
+        one.add_argument(
+            "--channel",
+            default=LOOPBACK,
+            metavar="ADDRESS",
+            help="setting channel, as trainer and nodes have it: loopback (default) or tls:///folder/of/credentials",
+        )
+        one.add_argument(
+            "--timeout-s", type=float, default=30.0, metavar="S", help="how long to look for the leader and wait (30)"
+        )
+        one.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Ask, and print the answer.
+
+    Raises:
+        DcrError: nobody could be asked.
+    """
+    what = Intervention(options.what)
+    control = open_existing(options.control)
+    try:
+        answer = intervene(
+            control,
+            options.record,
+            run_secret(options.control),
+            what,
+            channel=options.channel,
+            connect_s=options.timeout_s,
+            answer_s=options.timeout_s,
+        )
+    finally:
+        control.close()
+    _show(answer)
+    if answer.refused:
+        say(f"refused: {answer.refused}")
+    elif what in _ORDERED:
+        say(_ORDERED[what])
+    plain: dict[str, Any] = msgspec.to_builtins(answer)
+    plain.pop("type")
+    return {"ok": not answer.refused, "what": what.value, **plain}
+
+
+def _show(answer: Intervened) -> None:
+    k = answer.record
+    if k is None:
+        say(f"record {answer.record_id}: {answer.leader} has not taken it over yet")
+    else:
+        say(f"record {k.record_id}: version {k.version}, epoch {k.epoch}, led by {answer.leader} ({answer.phase})")
+        say(f"  open      {'no transition' if k.open is None else _open(k.open)}")
+    say(f"  pushing   {', '.join(answer.waiting) or 'nobody'}")
+    if answer.waits_for:
+        say(f"  waits for {answer.waits_for}")
+    for failure in answer.failures:
+        say(f"  failed    {failure}")
+
+
+def _open(tr: OpenTransition) -> str:
+    way = "back from" if tr.direction is Direction.BACK else "to"
+    tries = "1 attempt" if tr.attempts == 1 else f"{tr.attempts} attempts"
+    return f"{way} version {tr.target}, {tries}, {'stopped' if tr.stopped else f'{tr.kind.value}, under way'}"

@@ -1,0 +1,169 @@
+"""A transition that stopped waits for the operator, who ends the wait by `dcr transition`, wherever the leader is."""
+
+import json
+import threading
+
+import pytest
+
+from dcr import PushError
+from dcr.cli.main import main
+from tests.faults.thread_fleet import Fleet, flip, forge
+
+WAITS = {"attempts_max": 1, "stopped_push": "wait"}
+
+
+class Push:
+    """A push in a thread of its own, as a trainer that waits."""
+
+    def __init__(self, fleet):
+        self._fleet = fleet
+        self.report = self.error = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            self.report = self._fleet.push()
+        except PushError as e:
+            self.error = str(e)
+
+    @property
+    def waits(self):
+        return self._thread.is_alive()
+
+    def end(self):
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+class Operator:
+    def __init__(self, fleet, capsys):
+        self._control = ["--control", fleet.addresses["control"], "--json"]
+        self._capsys = capsys
+
+    def __call__(self, what):
+        """Exit status, and the object on the last line."""
+        self._capsys.readouterr()
+        status = main(["transition", what, *self._control])
+        said = json.loads(self._capsys.readouterr().out.splitlines()[-1])
+        assert said["command"] == "transition"
+        return status, said
+
+
+@pytest.fixture(params=["trainer", "elsewhere"])
+def fleet(request, fleet_of, fleet_with):
+    return fleet_of(**WAITS) if request.param == "trainer" else fleet_with(WAITS)
+
+
+def stopped(fleet, spoilt=-1):
+    """A push whose one attempt failed: a stored payload has a flipped bit, the last one if the engine is to be torn."""
+    e = fleet.engine("a")
+    fleet.check(e)
+    fleet.step()
+    fleet.once("OpenApply", lambda step: forge(fleet.objects(step.epoch)[spoilt], flip))
+    push = Push(fleet)
+    fleet.wait(lambda: (tr := fleet.record().open) is not None and tr.stopped)
+    return e, push
+
+
+@pytest.mark.parametrize(("order", "kind"), [("resume", "absolute"), ("dense", "dense")])
+def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
+    operator = Operator(fleet, capsys)
+    e, push = stopped(fleet)
+    status, shown = operator("show")
+    assert (status, shown["record"]["open"]["stopped"], shown["waiting"]) == (0, True, ["rank-0"])
+    assert "does not match its own digest" in shown["failures"][0]
+    assert "waits for the operator" in shown["waits_for"]
+    assert e.node.version is None  # torn
+    assert push.waits
+    assert operator(order)[0] == 0
+    push.end()
+    assert push.report.kind == kind
+    fleet.check(e)
+    for again in ("resume", "dense", "abandon", "roll-back"):
+        status, said = operator(again)
+        assert (status, said["refused"]) == (1, "no transition is open: version 1 is committed")
+    fleet.step()
+    assert fleet.push().kind == "relative"
+    fleet.check(e)
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [("abandon", "was abandoned: on the operator's order"), ("roll-back", "was rolled back to version 0")],
+)
+def test_a_push_ends_as_the_operator_says(fleet, capsys, order, told):
+    e, push = stopped(fleet)
+    assert e.node.version is None  # torn
+    assert Operator(fleet, capsys)(order)[0] == 0
+    push.end()
+    assert told in push.error
+    fleet.check(e)  # version 0
+    fleet.push()
+    fleet.check(e)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("end", "told"), [("abandon", "was abandoned"), ("roll_back", "was rolled back")])
+def test_the_trainer_ends_it_too(fleet, end, told):
+    e, push = stopped(fleet)
+    getattr(fleet.refit, end)()
+    push.end()
+    assert told in push.error
+    fleet.check(e)
+    getattr(fleet.refit, end)()  # nothing is open: nothing happens
+    fleet.push(dense=True)
+    fleet.check(e)
+
+
+def test_what_makes_no_sense_is_refused_and_changes_nothing(fleet_of, capsys):
+    fleet = fleet_of(attempts_max=1)
+    operator = Operator(fleet, capsys)
+    e = fleet.engine("a")
+    fleet.check(e)
+    answers = {}
+
+    def while_under_way(step):
+        for order in ("resume", "dense", "abandon"):
+            answers[order] = operator(order)
+
+    fleet.once("Prepare", while_under_way)  # on the engine's thread: the attempt waits for it
+    fleet.step()
+    fleet.once("OpenApply", lambda step: forge(fleet.objects(step.epoch)[-1], flip))
+    with pytest.raises(PushError, match="the transition stopped"):
+        fleet.push()
+    for status, said in answers.values():
+        assert status == 1
+        assert said["refused"].startswith("not stopped: the transition to version 1 is at its attempt 1;")
+    status, said = operator("resume")
+    assert (status, said["waiting"]) == (1, [])
+    assert said["refused"].startswith("no push waits with the weights of version 1: call push() in the trainer")
+    assert fleet.record().open.stopped
+    assert operator("dense")[0] == 0  # of the next push
+    assert fleet.push().kind == "dense"
+    fleet.check(e)
+
+
+def test_a_leader_that_takes_over_goes_on_waiting(fleet_with, capsys):
+    fleet = fleet_with(WAITS)
+    e, push = stopped(fleet)
+    fleet.standby("another")
+    fleet.coordinators[0].close()
+    fleet.wait(lambda: fleet.record().leader.startswith("another"))
+    operator = Operator(fleet, capsys)
+    fleet.wait(lambda: operator("show")[1]["waiting"] == ["rank-0"])
+    assert push.waits
+    fleet.wait(lambda: operator("resume")[0] == 0)
+    push.end()
+    assert push.report.kind == "absolute"
+    fleet.check(e)
+
+
+def test_nobody_leads(tmp_path, capsys):
+    fleet = Fleet(tmp_path)
+    fleet.close()
+    assert main(["transition", "show", "--control", fleet.addresses["control"], "--timeout-s", "0.3"]) == 3
+    said = capsys.readouterr().err
+    assert (
+        "no leader of record 'default' could be reached in 0.3 s: is its trainer running, or a dcr coordinator?" in said
+    )
