@@ -61,6 +61,8 @@ class Line:
         self.config = config
         self.journal = Journal(Path(config.folder) / f"{config.name}-{config.start}.journal")
         self.trigger = Trigger(self.journal, self.tell)
+        self.at_once: dict[str, Callable[[], None]] = {}
+        """Orders that do not wait for their turn."""
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue(1000)
         self._pipe = pipe
         self._lock = threading.Lock()
@@ -80,6 +82,8 @@ class Line:
                 os._exit(ENDED_ALONE)
             if order["do"] == "go":
                 self.trigger.go(order["number"])
+            elif order["do"] in self.at_once:
+                threading.Thread(target=self.at_once[order["do"]], daemon=True).start()
             elif order["do"] == "arm":
                 self.trigger.arm(Trigger.decode(order["armed"]))
                 self.tell("armed")

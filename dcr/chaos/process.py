@@ -44,6 +44,8 @@ class Child:
         self.started_s = time.monotonic()
         self.ready = False
         self.stopped = False
+        self.gone = False
+        """Whether its end was noticed."""
         self.zombie = False
         """Whether it is held still while another one takes its place."""
         self.answers: dict[str, Any] = {}

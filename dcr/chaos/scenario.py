@@ -18,7 +18,7 @@ RANKS_MAX = 16
 REFITS_MAX = 10_000
 SECONDS_MAX = 3600.0
 
-Do = Literal["kill", "stall", "slow", "partition", "fill", "error", "duplicate", "replace"]
+Do = Literal["kill", "stall", "slow", "partition", "fill", "error", "duplicate", "replace", "roll_back"]
 Operator = Literal["", "resume", "abandon", "dense"]
 _LASTING = ("stall", "slow", "partition", "fill")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -146,8 +146,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError("do: fill: a full disk is the store's; say who: store")
         if self.do == "partition" and victim.role not in ("engine", "receiver", *SERVERS):
             raise ValueError(f"do: partition: {victim} cannot be cut off; an engine, the store or etcd can")
-        if self.do == "replace" and victim.role != "coordinator":
-            raise ValueError("do: replace: it is the coordinator that is replaced")
+        if self.do in ("replace", "roll_back") and victim.role != "coordinator":
+            raise ValueError(f"do: {self.do}: that is done to the coordinator")
         if self.do in ("slow", "error", "duplicate") and victim != point.taken_by:
             raise ValueError(f"do: {self.do}: it strikes whoever comes to the point, {point.taken_by}")
         if self.do == "error" and point.kind == "step":

@@ -45,6 +45,7 @@ def serve_trainer(line: Line) -> None:
         settings=dict(config.settings),
         observe=line.trigger.observer("owner", config.number),
     )
+    line.at_once["roll_back"] = refit.roll_back
     line.journal.say("ready", who=config.name)
     line.tell("ready")
 
