@@ -45,7 +45,7 @@ def _after(cause: Fault, *then: str, name: str = "", **more: Any) -> Case:
 _TORN = Fault(at="receiver[1] after 1 items of payload 1")
 _ITEM_FAILS = Fault(at="receiver[1] after 1 items of payload 1", do="error")
 _STOPS = (("attempts_max", 1),)
-_STOPPED = Fault(at="receiver[1] at BeginWrite", push_error="attempts_max", operator="resume")
+_STOPPED = Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="resume")
 
 RECEIVERS = (
     *(_kill(f"receiver[1] at {a}") for a in ("Fence", "OpenApply", "BeginWrite", "EndWrite", "DeliverManifest")),
@@ -113,14 +113,14 @@ COORDINATORS = (
     Case(
         "kill coordinator at Abandon",
         (
-            Fault(at="receiver[1] at BeginWrite", push_error="attempts_max", operator="abandon"),
+            Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="abandon"),
             Fault(at="coordinator at Abandon"),
         ),
         settings=_STOPS,
     ),
     Case(
         "stop, then dense",
-        (Fault(at="receiver[1] at BeginWrite", push_error="attempts_max", operator="dense"),),
+        (Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="dense"),),
         settings=_STOPS,
     ),
     Case(

@@ -34,7 +34,7 @@ class Disk:
     @property
     def how(self) -> str:
         """For the report."""
-        return f"a tmpfs of {SIZE_BYTES >> 20} MiB" if self.mounted else "injected ENOSPC, for a tmpfs needs root"
+        return f"a tmpfs of {SIZE_BYTES >> 20} MiB" if self.mounted else "injected ENOSPC: no tmpfs can be mounted here"
 
     def fill(self) -> None:
         """Leave no byte free."""

@@ -111,10 +111,8 @@ def _validate(events: Path, spec: Path) -> tuple[str, tuple[str, ...]]:
         return f"not validated: {e}", (f"the checker came to no verdict on the event logs: {e}",)
     if found.ok:
         return f"a behaviour of the specification: {found.lines:,} lines, {found.steps:,} steps", ()
-    why = "; ".join(found.why)
-    return "no behaviour of the specification", (
-        f"the event logs are no behaviour of the specification: {found.rejected}: {why}",
-    )
+    what = "no behaviour of the specification"
+    return what, (f"the event logs are {what}: {found.rejected}: {'; '.join(found.why)}",)
 
 
 def execute_all(

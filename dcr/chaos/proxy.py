@@ -27,7 +27,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(_LOOK_S)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="chaos-proxy", daemon=True).start()
+        self._thread = threading.Thread(target=self._accept, name="chaos-proxy", daemon=True)
+        self._thread.start()
 
     @property
     def address(self) -> str:
@@ -46,6 +47,7 @@ class Proxy:
     def close(self) -> None:
         """End everything; safe to repeat."""
         self._closed.set()
+        self._thread.join()
         self._listener.close()
         self._break()
 
@@ -56,7 +58,7 @@ class Proxy:
                     s.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while not self._closed.is_set():
+        while not self._closed.is_set():  # it looks every _LOOK_S
             try:
                 client, _ = self._listener.accept()
             except TimeoutError:

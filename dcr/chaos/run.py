@@ -58,19 +58,23 @@ class Run:
     def run(self) -> None:
         """Run it; what is wrong is in ``checks.problems`` afterwards."""
         try:
-            self._start()
-            for refit in range(1, self.scenario.deployment.trainer.refits + 1):
-                self._pushes.refit = refit
-                self._one_refit([s for s in self.strikes if s.fault.point.refit == refit])
-        except DcrError as e:
-            self.checks.problems.append(str(e))
-        try:
-            self.checks.history(self.fleet.history(), self._record())
-        except DcrError as e:
-            self.checks.problems.append(f"the record's history could not be read: {e}")
+            self._told(self._refits)
+            self._told(lambda: self.checks.history(self.fleet.history(), self._record()))
         finally:
             self.fleet.close()
         self.checks.requests()
+
+    def _told(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except DcrError as e:
+            self.checks.problems.append(str(e))
+
+    def _refits(self) -> None:
+        self._start()
+        for refit in range(1, self.scenario.deployment.trainer.refits + 1):
+            self._pushes.refit = refit
+            self._one_refit([s for s in self.strikes if s.fault.point.refit == refit])
 
     def _start(self) -> None:
         here = [s for s in self.strikes if s.fault.point.refit == 0]

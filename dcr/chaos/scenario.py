@@ -112,7 +112,6 @@ SETTINGS: dict[str, Any] = {
     "connect_timeout_s": 20.0,
     "record_poll_s": 0.1,
     "serve_lease_s": 3.0,
-    "leader_lease_s": 6.0,
 }
 
 

@@ -1,5 +1,6 @@
 """Real servers that a scenario may need: SeaweedFS for transport s3, etcd for control etcd."""
 
+import ctypes
 import http.client
 import json
 import random
@@ -15,6 +16,8 @@ from typing import Protocol
 from dcr.protocol.errors import DcrError
 
 READY_TIMEOUT_S = 60.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 30.0
 _PORTS = range(21_000, 29_000)
 """Below those that the system gives out; SeaweedFS also takes each one's + 10,000."""
@@ -51,6 +54,11 @@ class Server(Protocol):
         """SIGCONT."""
 
 
+def _end_with_parent() -> None:
+    """In a server before it starts: it must not outlive a harness that is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class _Process:
     """What both servers have in common: one process with a log."""
 
@@ -66,7 +74,7 @@ class _Process:
             return
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - the installed server, with arguments made here
-                command, cwd=self._folder, stdout=log, stderr=log, start_new_session=True
+                command, cwd=self._folder, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
             )
 
     def _wait_ready(self) -> None:

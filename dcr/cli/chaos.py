@@ -1,6 +1,7 @@
 """`dcr chaos`: scripted faults of real processes, and whether a bit was lost."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from dcr.cli.spec import SPEC
 from dcr.protocol.errors import RefusedError
 
 FOLDER = Path("run/chaos")
+FAILED = 1
 
 _DESCRIPTION = """\
 Starts a real deployment (trainer ranks, rollout nodes with their engines, and where a scenario wants them SeaweedFS and
@@ -73,6 +75,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RefusedError: a scenario is not what it should be, or there is none to run.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # on the way out every process is ended
     if options.kind == "bugs":
         return _bugs(options)
     from dcr.chaos.matrix import full_matrix, quick_matrix  # noqa: PLC0415 - torch is slow to import

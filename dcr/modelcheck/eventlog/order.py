@@ -177,6 +177,16 @@ class _Sorter:
                 for action in ("EndFold", "LoseBaseline"):
                     for x in self._by.get((action, epoch), ()):
                         self._put(x, line)
+                for owner in () if c is None else c.owners:
+                    self._put(self._gone_unfolded(owner, epoch), line)
+
+    def _gone_unfolded(self, owner: OwnerRef, epoch: int) -> Line | None:
+        """The start that tells that an owner died before it folded a commit: it owes no fold from here on."""
+        folds = [x for action in ("EndFold", "LoseBaseline") for x in self._by.get((action, epoch), ())]
+        if any((x.event.name, x.event.incarnation) == (owner.owner, owner.incarnation) for x in folds):
+            return None
+        later = [lines for i, lines in self._run.owners.get(owner.owner, {}).items() if i > owner.incarnation]
+        return later[0][0] if later else None
 
     def _waits_for_publication(self, line: Line) -> bool:
         waits = self._waits[self._number[id(line)]]
