@@ -74,7 +74,12 @@ class _Process:
             return
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - the installed server, with arguments made here
-                command, cwd=self._folder, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
+                command,
+                cwd=self._folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call into libc, which takes no lock
             )
 
     def _wait_ready(self) -> None:
