@@ -34,15 +34,19 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
     Raises:
         RefusedError: a model cannot be made.
     """
-    began = time.monotonic()
     d = scenario.deployment
-    where = describe(d)
     lacks = missing(s3=d.transport == "s3", etcd=d.control == "etcd")
     if lacks:
+        where = describe(d)
         return RunReport(name=scenario.name, ok=True, deployment=where, folder=str(folder), skipped=f"no {lacks}")
     run = Run(scenario, folder, tell, bug)
     run.run()
-    disk = run.fleet.disk
+    return report_of(run)
+
+
+def report_of(run: Run) -> RunReport:
+    """What a run came to, kept in its folder beside its timeline."""
+    scenario, folder, disk = run.scenario, run.fleet.folder, run.fleet.disk
     faults = tuple(
         FaultReport(
             str(s.fault),
@@ -55,7 +59,7 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
     report = RunReport(
         name=scenario.name,
         ok=not run.checks.problems,
-        deployment=where,
+        deployment=describe(scenario.deployment),
         folder=str(folder),
         problems=tuple(run.checks.problems),
         notes=() if disk is None else (f"the full disk was {disk.how}",),
@@ -67,7 +71,7 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
         requests=run.checks.answers,
         bytes_compared=run.checks.bytes,
         recovery_s=max((s.recovered_s - s.quiet_s for s in run.strikes if s.recovered_s is not None), default=0.0),
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - run.totals.began_s,
     )
     _keep(report)
     write_timeline(folder, report, run.totals.began_s)

@@ -25,6 +25,7 @@ from dcr.protocol.record import CommitRecord, decode_record
 from dcr.runtime.channel_address import HubAddress
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import load_or_create_secret
+from dcr.runtime.shared_memory import SharedMemory
 
 RECORD = "default"
 _RELAY = "heartbeat_s=0.5&peer_timeout_s=3&connect_timeout_s=3&fan_out=1"
@@ -282,6 +283,7 @@ class Fleet:
             server.kill()
         if self.disk is not None:
             self.disk.close()
+        SharedMemory(RECORD, time.time_ns()).close()  # sweeps what the killed nodes left
 
 
 def use_few_threads() -> None:

@@ -57,8 +57,14 @@ class Run:
 
     def run(self) -> None:
         """Run it; what is wrong is in ``checks.problems`` afterwards."""
+        self.over(self._refits)
+
+    def over(self, refits: Callable[[], None]) -> None:
+        """Start everything, do this, and whatever came of it end everything and check what is checked at the end."""
         try:
-            self._told(self._refits)
+            self._told(self._start)
+            if not self.checks.problems:
+                self._told(refits)
             self._told(lambda: self.checks.history(self.fleet.history(), self._record()))
         finally:
             self.fleet.close()
@@ -71,10 +77,8 @@ class Run:
             self.checks.problems.append(str(e))
 
     def _refits(self) -> None:
-        self._start()
         for refit in range(1, self.scenario.deployment.trainer.refits + 1):
-            self._pushes.refit = refit
-            self._one_refit([s for s in self.strikes if s.fault.point.refit == refit])
+            self.refit(refit, [s for s in self.strikes if s.fault.point.refit == refit])
 
     def _start(self) -> None:
         here = [s for s in self.strikes if s.fault.point.refit == 0]
@@ -83,7 +87,13 @@ class Run:
         self._supervisor.settle(START_TIMEOUT_S)
         self._recovered(here)
 
-    def _one_refit(self, strikes: list[Strike]) -> None:
+    def refit(self, number: int, strikes: list[Strike]) -> None:
+        """One training step and its push under these faults, until everything serves again; and compare every bit.
+
+        Raises:
+            DcrError: it did not come to that.
+        """
+        self._pushes.refit = number
         self._supervisor.epoch = self._record().epoch
         restoring = [s for s in strikes if s.fault.point.restore]
         if restoring:
@@ -109,6 +119,15 @@ class Run:
         self._supervisor.settle(self.scenario.recover_within_s)
         self._recovered(strikes)
         self._compare()
+
+    def resources(self) -> dict[str, dict[str, int]]:
+        """What every process holds now of what could leak, by the process's name and start."""
+        found = {}
+        for child in self.fleet.children:
+            child.send("resources")
+            held = self._supervisor.answer(child, "resources", ANSWER_TIMEOUT_S)
+            found[f"{child.name}-{child.config.start}"] = held
+        return found
 
     def _recovered(self, strikes: list[Strike]) -> None:
         now = time.monotonic()

@@ -1,6 +1,5 @@
 """A training rank: takes deterministic steps, saves a checkpoint before each push, and pushes."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from dcr.control_plane.interface import ControlPlane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
+from dcr.runtime.shared_memory import ROOT
 from dcr.trainer.torch import refit as refit_module
 from dcr.trainer.torch.refit import TrainerRefit
 
@@ -77,13 +77,16 @@ def save(model: torch.nn.Module, folder: Path) -> None:
 
 
 def resources() -> dict[str, int]:
-    """What this process holds of what could leak: bytes of memory, threads, files."""
+    """What this process holds of what could leak: bytes of memory, threads, files, and files in shared memory."""
     with Path("/proc/self/status").open() as status:
         fields = dict(text.split(":", 1) for text in status)
+    opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    shared = [Path(name) for name in opened if name.startswith(f"{ROOT}/dcr-")]
     return {
         "memory_bytes": int(fields["VmRSS"].split()[0]) * 1024,
         "threads": int(fields["Threads"]),
-        "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - counted, not looked at
+        "files": len(opened),
+        "shared_files": sum(len(list(folder.iterdir())) for folder in shared if folder.is_dir()),
     }
 
 

@@ -26,6 +26,7 @@ with what it may be, and the event logs with the specification.
   dcr chaos matrix --quick          a chosen few of those that are shipped, three minutes
   dcr chaos matrix                  all of them, over transports, gate modes and control planes, pairwise
   dcr chaos matrix --list           what that is
+  dcr chaos soak --seconds 600      refits under random kills from a seed, then a hundred quiet ones
   dcr chaos bugs                    the harness put to the proof: it must notice each bug that is built in on purpose
 
 docs/chaos.md says how a scenario is written, with models of your own too, and how results are read."""
@@ -51,7 +52,7 @@ def add(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="run|matrix|bugs")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="run|matrix|soak|bugs")
     one = kinds.add_parser("run", help="run scenarios from files")
     one.add_argument("files", nargs="+", type=Path, metavar="FILE", help="scenarios, YAML")
     matrix = kinds.add_parser("matrix", help="run the scenarios that are shipped")
@@ -59,12 +60,16 @@ def add(commands: Any) -> None:
     matrix.add_argument("--list", action="store_true", help="list them, and run nothing")
     matrix.add_argument("--only", metavar="TEXT", help="those whose name or faults have this text in them")
     matrix.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the combinations and the steps (0)")
+    soak = kinds.add_parser("soak", help="refits for long, under random kills")
+    soak.add_argument("--seconds", type=float, default=300.0, metavar="N", help="how long faults go on (300)")
+    soak.add_argument("--seed", type=_seed, default=0, metavar="N", help="of steps and faults (0)")
+    soak.add_argument("--gate", choices=("sync", "async"), default="sync", help="gate mode (sync)")
     bugs = kinds.add_parser("bugs", help="put the harness to the proof")
-    for each in (one, matrix, bugs):
+    for each in (one, matrix, soak, bugs):
         each.set_defaults(run=run, command_name=f"chaos {each.prog.split()[-1]}")
         each.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help=f"what runs leave ({FOLDER})")
         each.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
-    for each in (one, matrix):
+    for each in (one, matrix, soak):
         each.add_argument("--spec", type=Path, default=SPEC, metavar="DIR", help=f"of the specification ({SPEC})")
         each.add_argument("--no-logs", action="store_true", help="do not hold event logs to the specification")
 
@@ -78,6 +83,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # on the way out every process is ended
     if options.kind == "bugs":
         return _bugs(options)
+    if options.kind == "soak":
+        return _soak(options)
     from dcr.chaos.matrix import full_matrix, quick_matrix  # noqa: PLC0415 - torch is slow to import
     from dcr.chaos.scenario import read_scenario  # noqa: PLC0415
 
@@ -141,6 +148,26 @@ def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
         screen.row(f"WRONG  {r.name}: {r.folder}")
     ok = not failed and totals.runs > 0
     return {"ok": ok, "totals": msgspec.to_builtins(totals), "runs": msgspec.to_builtins(reports)}
+
+
+def _soak(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.chaos.execute import report_of, validated  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.report import HEADER, details, row  # noqa: PLC0415
+    from dcr.chaos.soak import Soak  # noqa: PLC0415
+
+    screen = _Screen()
+    soak = Soak(options.folder.absolute() / "soak", options.seconds, options.seed, options.gate, screen.tell)
+    soak.soak()
+    report = report_of(soak.run)
+    if not options.no_logs:
+        report = validated(report, options.spec.absolute())
+    screen.row(HEADER)
+    screen.row(row(report))
+    for line in details(report):
+        screen.row(line)
+    if report.ok:
+        screen.row(f"{soak.refits} refits, each of them bit for bit a dense load, the last hundred without a restart")
+    return {"ok": report.ok, "refits": soak.refits, "run": msgspec.to_builtins(report)}
 
 
 def _bugs(options: argparse.Namespace) -> dict[str, Any]:
