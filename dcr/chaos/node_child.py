@@ -25,6 +25,8 @@ from dcr.runtime.rank_messages import Payload, decode_request
 
 REQUEST_PAUSE_S = 0.005
 LOOK_S = 0.02
+_NO_EPOCH = 1 << 62
+"""Of a request: it belongs to none, and waits for none."""
 
 
 class WatchedEngine(TorchEngine):
@@ -38,7 +40,7 @@ class WatchedEngine(TorchEngine):
     """
 
     def __init__(self, model: torch.nn.Module, checkpoint: Path, index: int, trigger: Trigger) -> None:
-        self._index = index
+        self.index = index
         self._trigger = trigger
         self._watched: list[WatchedStorage] = []
         self._again = False
@@ -65,7 +67,7 @@ class WatchedEngine(TorchEngine):
         decoded = decode_request(request)
         if isinstance(decoded, Payload):
             epoch = decoded.identity.epoch
-            if self._trigger.reached("receiver", self._index, "again", action="EndWrite", epoch=epoch) == "duplicate":
+            if self._trigger.reached("receiver", self.index, "again", action="EndWrite", epoch=epoch) == "duplicate":
                 super().call_ranks(request)
         return answers
 
@@ -86,7 +88,7 @@ def serve_node(line: Line) -> None:
     def observe(step: Step) -> None:
         of[step.actor](step)
 
-    of = {name: line.trigger.observer("engine", e._index) for name, e in engines.items()}  # noqa: SLF001
+    of = {name: line.trigger.observer("engine", e.index) for name, e in engines.items()}
     node = RolloutNode(
         list(engines.values()),
         control=config.control,
@@ -96,7 +98,8 @@ def serve_node(line: Line) -> None:
     )
     for name, engine in engines.items():
         path = Path(config.folder) / f"{name}-{config.start}{REQUESTS}"
-        threading.Thread(target=_requests, args=(engine, path), name=f"requests-{name}", daemon=True).start()
+        arguments = (engine, engine.index, line.trigger, path)
+        threading.Thread(target=_requests, args=arguments, name=f"requests-{name}", daemon=True).start()
     threading.Thread(target=_look, args=(line, node), name="chaos-look", daemon=True).start()
     line.journal.say("ready", who=config.name)
     line.tell("ready")
@@ -118,11 +121,12 @@ def serve_node(line: Line) -> None:
     line.serve(act)
 
 
-def _requests(engine: TorchEngine, path: Path) -> None:
-    """Answer requests for ever: each reads all of storage, twice the slow way that a torn read would show in."""
+def _requests(engine: TorchEngine, index: int, trigger: Trigger, path: Path) -> None:
+    """Answer requests for ever: each reads all of storage, and writes down what it saw."""
     with path.open("a") as out:
         while True:
             with engine.request() as version:
+                trigger.reached("engine", index, "request", epoch=_NO_EPOCH)
                 digest = combined(stored_bits(engine.model))
                 t = time.monotonic()
             out.write(f"{t:.6f} {version} {digest}\n")

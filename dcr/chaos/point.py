@@ -27,15 +27,16 @@ _NUMBERED = ("owner", "engine", "receiver")
 _COUNT_MAX = 100_000
 
 _FORMS = """\
-ROLE at ACTION, ROLE at ACTION #COUNT, receiver[N] after N items of payload P, owner[N] before payload P,
-owner[N] during manifest, coordinator before CAS, coordinator between CAS sent and answered (both also: of ACTION);
-then, where wanted: in attempt A, in refit R, in restore"""
+ROLE at ACTION, ROLE at ACTION #COUNT, receiver[N] after N items of payload P, engine[N] in a request,
+owner[N] before payload P, owner[N] during manifest, coordinator before CAS, coordinator between CAS sent and answered
+(both also: of ACTION); then, where wanted: in attempt A, in refit R, in restore"""
 
 _WHO = re.compile(r"(?P<role>[a-z]+)(\[(?P<index>\d{1,4})\])?")
 _WHERE = (
     ("step", re.compile(r"at (?P<action>\w+)( #(?P<count>\d{1,6}))?")),
     ("items", re.compile(r"after (?P<items>\d{1,6}) items? of payload (?P<payload>\d{1,6})")),
     ("payload", re.compile(r"before payload (?P<payload>\d{1,6})")),
+    ("request", re.compile(r"in a request")),
     ("manifest", re.compile(r"during( the)? manifest")),
     ("cas_sent", re.compile(r"before CAS( of (?P<action>\w+))?")),
     ("cas_done", re.compile(r"between CAS sent and answered( of (?P<action>\w+))?")),
@@ -44,6 +45,7 @@ _WHEN = re.compile(r" in (?:attempt (?P<attempt>\d{1,3})|refit (?P<refit>\d{1,6}
 _WHERE_ROLES = {
     "items": ("receiver",),
     "payload": ("owner", "store"),
+    "request": ("engine",),
     "manifest": ("owner", "store"),
     "cas_sent": ("coordinator", "etcd"),
     "cas_done": ("coordinator", "etcd"),
@@ -79,7 +81,7 @@ class Point:
 
     Attributes:
         who: whom the sentence names; ``taken_by`` has whose moment it is.
-        kind: ``step``, ``items``, ``payload``, ``manifest``, ``cas_sent`` or ``cas_done``.
+        kind: ``step``, ``items``, ``payload``, ``manifest``, ``request``, ``cas_sent`` or ``cas_done``.
         action: of a step, or that a compare-and-set must be of; empty for any.
         count: the how-manieth time, from 1.
         items: after so many items of a payload; ``items`` alone.
@@ -131,6 +133,7 @@ class Point:
             "items": f"after {self.items} items of payload {self.payload}",
             "payload": f"before payload {self.payload}",
             "manifest": "during manifest",
+            "request": "in a request",
             "cas_sent": "before CAS",
             "cas_done": "between CAS sent and answered",
         }[self.kind]

@@ -18,13 +18,8 @@ END_TIMEOUT_S = 30.0
 _LOG_TAIL = 2000
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed", "safetensors.torch", "numba", "boto3", "cryptography.x509", "dcr.chaos.child"),
-        *("dcr.rollout.node", "dcr.rollout.torch.engine", "dcr.trainer.torch.refit", "dcr.delivery.relay.address"),
-        *("dcr.delivery.s3", "dcr.chaos.trainer_child", "dcr.chaos.node_child"),
-    ]
-)
+# The last two want packages that may not be there, and are then left out.
+_context.set_forkserver_preload(["dcr.chaos.preload", "dcr.delivery.s3", "dcr.delivery.relay.address"])
 
 
 class ChildError(DcrError):

@@ -108,13 +108,15 @@ def points(draw):
     attempt, refit = draw(st.integers(1, 99)), draw(st.integers(0, 99))
     restore = draw(st.booleans())
     when = {"attempt": attempt, "refit": refit, "restore": restore}
-    kind = draw(st.sampled_from(["step", "items", "payload", "manifest", "cas_sent", "cas_done"]))
+    kind = draw(st.sampled_from(["step", "items", "payload", "manifest", "request", "cas_sent", "cas_done"]))
     if kind == "step":
         role = draw(st.sampled_from(sorted(ACTIONS)))
         who = Who(role, 0 if role == "coordinator" else draw(numbers))
         return Point(who, kind, draw(st.sampled_from(ACTIONS[role])), count=draw(st.integers(1, 999)), **when)
     if kind == "items":
         return Point(Who("receiver", draw(numbers)), kind, items=draw(numbers), payload=draw(numbers), **when)
+    if kind == "request":
+        return Point(Who("engine", draw(numbers)), kind, **when)
     if kind in ("payload", "manifest"):
         role = draw(st.sampled_from(["owner", "store"]))
         payload = draw(numbers) if kind == "payload" else 0
