@@ -156,7 +156,12 @@ def _soak(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.chaos.soak import Soak  # noqa: PLC0415
 
     screen = _Screen()
-    soak = Soak(options.folder.absolute() / "soak", options.seconds, options.seed, options.gate, screen.tell)
+
+    def tell(text: str) -> None:
+        if not text.endswith("committed, relative"):  # of what goes as it should, the count at the end is enough
+            screen.tell(text)
+
+    soak = Soak(options.folder.absolute() / "soak", options.seconds, options.seed, options.gate, tell)
     soak.soak()
     report = report_of(soak.run)
     if not options.no_logs:

@@ -44,6 +44,17 @@ def test_the_whole_matrix(tmp_path):
     assert report["totals"]["failed"] == 0
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("gate", ["sync", "async"])
+def test_a_soak(tmp_path, gate):
+    arguments = ("soak", "--seconds", 90, "--seed", 7, "--gate", gate, "--spec", SPEC)
+    status, report, said = chaos(tmp_path, *arguments, timeout_s=850)
+    assert status == 0, said
+    assert report["refits"] > 100
+    assert report["run"]["kills"] > 0
+
+
 OWN = """
 import torch
 
