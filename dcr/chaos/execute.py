@@ -47,10 +47,11 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
 def report_of(run: Run) -> RunReport:
     """What a run came to, kept in its folder beside its timeline."""
     scenario, folder, disk = run.scenario, run.fleet.folder, run.fleet.disk
+    zero_s = min((child.started_s for child in run.fleet.everyone), default=run.totals.began_s)
     faults = tuple(
         FaultReport(
             str(s.fault),
-            _since(s.fired_s, run.totals.began_s),
+            _since(s.fired_s, zero_s),
             _since(s.committed_s, s.fired_s),
             _since(s.recovered_s, s.fired_s),
         )
@@ -74,7 +75,7 @@ def report_of(run: Run) -> RunReport:
         seconds=time.monotonic() - run.totals.began_s,
     )
     _keep(report)
-    write_timeline(folder, report, run.totals.began_s)
+    write_timeline(folder, report, zero_s)
     return report
 
 

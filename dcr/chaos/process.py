@@ -36,7 +36,6 @@ class Child:
     def __init__(self, config: ChildConfig) -> None:
         self.config = config
         self.name = config.name
-        self.started_s = time.monotonic()
         self.ready = False
         self.stopped = False
         self.gone = False
@@ -47,7 +46,8 @@ class Child:
         self.failure = ""
         self.pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=run, args=(msgspec.json.encode(config), theirs), daemon=True)
-        self._process.start()
+        self._process.start()  # the first one waits for the process that all are forked from
+        self.started_s = time.monotonic()
         theirs.close()
 
     @property

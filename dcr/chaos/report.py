@@ -13,7 +13,7 @@ class FaultReport(msgspec.Struct, frozen=True):
 
     what: str
     fired_s: float | None
-    """Since the run began; None if it never came."""
+    """Since the first process was started; None if it never came."""
     commit_s: float | None
     """From the fault to the next commit that the trainer knew of."""
     recovered_s: float | None

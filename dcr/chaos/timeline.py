@@ -50,6 +50,7 @@ def write_timeline(folder: Path, report: RunReport, began_s: float) -> Path:
         began_s: on the monotonic clock: the left edge.
     """
     found = {path: list(entries(path)) for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    began_s = min([e.t for some in found.values() for e in some] + [began_s])
     end = max([e.t for some in found.values() for e in some] + [began_s + 0.001])
     lanes = _lanes(found, folder, end)
     commits = sorted(
