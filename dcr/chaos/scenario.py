@@ -193,6 +193,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 size = {"owner": d.trainer.ranks, "engine": d.engines, "receiver": d.engines}.get(who.role, 1)
                 if who.index >= size:
                     raise ValueError(f"faults: {fault}: there is no {who}; {who.role}[{size - 1}] is the last")
+            if fault.point.restore and fault.point.refit <= 1:
+                raise ValueError(f"faults: {fault}: in restore goes from refit 2 on; engines start with version 0")
             if fault.point.refit > d.trainer.refits:
                 raise ValueError(f"faults: {fault}: there are {d.trainer.refits} refits")
             _check_servers(d, fault)

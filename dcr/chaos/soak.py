@@ -75,6 +75,7 @@ class Soak:
 
     def _refits(self) -> None:
         end = time.monotonic() + self._seconds
+        self._refit(None)  # engines start with version 0, and are restored to later ones only
         while time.monotonic() < end:
             case = self._random.choice(self._cases) if self._random.randrange(_CALM) == 0 else None
             self._refit(case)

@@ -55,6 +55,7 @@ def test_a_scenario_is_read():
         ("ack_timeout_s", "ack_timeout", r"settings.*ack_timeout.*did you mean ack_timeout_s"),
         ("receiver[1] after", "receiver[7] after", r"there is no receiver\[7\]; receiver\[2\] is the last"),
         ("in refit 2", "in refit 9", r"there are 3 refits"),
+        ("in attempt 2", "in restore", r"in restore goes from refit 2 on"),
         ("of payload 2", "of payload x", r"is no point; a point is"),
         ("of Commit", "of Seal", r"'Seal' writes no record"),
         ("receiver[1] after", "receiver[1] at Comit, after", r"says nothing here"),
