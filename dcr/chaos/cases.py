@@ -135,10 +135,6 @@ COORDINATORS = (
         (Fault(at="coordinator at OrderOpenApply", do="roll_back"), Fault(at="coordinator at RollBack")),
     ),
     Case("replace the coordinator before its commit", (Fault(at="coordinator before CAS of Commit", do="replace"),)),
-    Case(
-        "kill coordinator at Fatal",
-        (Fault(at="coordinator before CAS of Commit", do="replace"), Fault(at="coordinator at Fatal")),
-    ),
 )
 STALLS = (
     Case("stall receiver[1]", (Fault(at="receiver[1] at BeginWrite", do="stall", for_s=1.0),)),
@@ -152,8 +148,18 @@ STALLS = (
     Case("partition engine[1]", (Fault(at="engine[1] at Prepare", do="partition", for_s=2.0),)),
     Case(
         "the store's disk is full",
-        (Fault(at="owner[0] before payload 1", who="store", do="fill", for_s=0.3),),
+        (
+            Fault(
+                at="owner[0] before payload 1",
+                who="store",
+                do="fill",
+                for_s=1.0,
+                push_error="No space left on device",
+                operator="resume",
+            ),
+        ),
         transports=("file",),
+        settings=_STOPS,
     ),
     Case("the store fails", (Fault(at="owner[0] before payload 1", do="error"),)),
     Case("the manifest fails", (Fault(at="owner[0] during manifest", do="error"),)),
@@ -172,6 +178,7 @@ CASES = (*RECEIVERS, *ENGINES, *OWNERS, *COORDINATORS, *STALLS, *SERVERS)
 
 NOT_SHIPPED = {
     "LoseBaseline": "the trainer would have to break its word, and change weights between its push and its fold",
+    "Fatal": "a leader that was replaced notices first that its lease is another's, and ends without this step",
     "RefuseMember": "an engine that can never take part: the deployment would stay without it",
 }
 """Actions of the protocol at which no shipped case strikes, and why."""

@@ -85,14 +85,18 @@ class Checks:
         self.problems += [f"{name}: {what}, {count} times" for what, count in wrong.most_common(NAMED_MAX)]
 
     def history(self, entries: list[HistoryEntry], record: CommitRecord) -> None:
-        """Revisions and versions rise by one, and each version has one winner; the record is what was written last."""
+        """Revisions and versions rise by one, and each version has one winner; the record is what was written last.
+
+        A commit that keeps a version, and its content, is that of a rollback.
+        """
         version = 0
         for before, entry in zip([None, *entries], entries, strict=False):
             if before is not None and entry.revision != before.revision + 1:
                 self.problems.append(f"the record's history goes from revision {before.revision} to {entry.revision}")
             at = entry.version if entry.version is not None else version
             committed = entry.reason == "Commit"
-            if at != version + committed:
+            back = committed and at == version and self._checkpoint(entry.digest) == self.versions.get(at)
+            if at != version + committed and not back:
                 self.problems.append(
                     f"revision {entry.revision} ({entry.reason} by {entry.actor}) makes version {at} of {version}"
                 )

@@ -19,43 +19,49 @@ Where = tuple[str, str, str, int]
 """Transport, control, gate, and ranks of the trainer."""
 Settings = tuple[tuple[str, Any], ...]
 
-QUICK: dict[Where, tuple[str, ...]] = {
-    ("file", "sqlite", "sync", 1): (
-        "kill receiver[1] at Fence",
-        "kill receiver[1] after 1 items of payload 2",
-        "kill receiver[1] at Acknowledge",
-        "kill engine[1] at OpenGate",
-        "kill receiver[1] at BeginWrite in restore",
-        "kill coordinator at OpenAttempt",
-        "kill coordinator between CAS sent and answered of Commit",
-        "kill coordinator before CAS of Commit",
-        "kill owner[0] during manifest",
-        "kill owner[0] at BeginFold",
-        "the store's disk is full",
-        "a payload comes twice",
+QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
+    (
+        ("file", "sqlite", "sync", 1),
+        (
+            "kill receiver[1] at Fence",
+            "kill receiver[1] after 1 items of payload 2",
+            "kill receiver[1] at Acknowledge",
+            "kill engine[1] at OpenGate",
+            "kill receiver[1] at BeginWrite in restore",
+            "kill coordinator at OpenAttempt",
+            "kill coordinator between CAS sent and answered of Commit",
+            "kill coordinator before CAS of Commit",
+            "kill owner[0] during manifest",
+            "kill owner[0] at BeginFold",
+            "replace the coordinator before its commit",
+            "a payload comes twice",
+        ),
     ),
-    ("file", "sqlite", "async", 2): (
-        "kill receiver[1] at Stage",
-        "kill receiver[1] at EndWrite",
-        "kill owner[1] before payload 1",
-        "stall receiver[1]",
+    (
+        ("file", "sqlite", "async", 2),
+        (
+            "kill receiver[1] at Stage",
+            "kill receiver[1] at EndWrite",
+            "kill owner[1] before payload 1",
+            "stall receiver[1]",
+        ),
     ),
-    ("relay", "sqlite", "sync", 1): ("kill receiver[1] at BeginWrite", "partition engine[1]"),
-    ("s3", "etcd", "sync", 1): (
-        "kill store during the manifest",
-        "kill etcd after a commit",
-        "kill coordinator at Publish",
+    (("file", "sqlite", "sync", 1), ("the store's disk is full", "kill coordinator at Stop")),
+    (("relay", "sqlite", "sync", 1), ("kill receiver[1] at BeginWrite", "partition engine[1]")),
+    (
+        ("s3", "etcd", "sync", 1),
+        ("kill store during the manifest", "kill etcd after a commit", "kill coordinator at Publish"),
     ),
-}
-"""By transport, control, gate and training ranks: one deployment each."""
+)
+"""One deployment each: where, and the names of its cases, which need the same settings."""
 
 
 def quick_matrix(seed: int = 0) -> list[Scenario]:
     """The chosen few."""
     by_name = {case.name: case for case in CASES}
     return [
-        _scenario(f"quick {number}", where, [by_name[name] for name in names], (), seed)
-        for number, (where, names) in enumerate(QUICK.items(), 1)
+        _scenario(f"quick {number}", where, [by_name[n] for n in names], by_name[names[0]].settings, seed)
+        for number, (where, names) in enumerate(QUICK, 1)
     ]
 
 

@@ -100,15 +100,21 @@ class Child:
             return None
         return message
 
-    def stop(self) -> None:
-        """SIGSTOP."""
+    def stop(self, *, itself: bool = False) -> None:
+        """SIGSTOP, unless it stops itself."""
         self.stopped = True
-        self._signal(signal.SIGSTOP)
+        if not itself:
+            self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
         """SIGCONT."""
         self.stopped = False
         self._signal(signal.SIGCONT)
+
+    def keep_going(self) -> None:
+        """Go on, should it have stopped itself only after it was told to go on."""
+        if not self.stopped and self.exitcode is None and _state(self.pid) == "T":
+            self.go_on()
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end; safe to repeat.
@@ -125,6 +131,13 @@ class Child:
     def _signal(self, number: int) -> None:
         if self._process.exitcode is None:
             os.kill(self.pid, number)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def wait(connections: list[Connection | int], timeout_s: float) -> set[Connection | int]:

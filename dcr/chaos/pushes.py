@@ -33,12 +33,12 @@ class Pushes:
         self._steps = 0
         self._under_way = False
         self._when_ready = False
-        self._operated: set[int] = set()
+        self._operator: Strike | None = None
 
     @property
     def waits_for(self) -> str:
         """What is not over; empty if all is."""
-        return "the push to end" if self._under_way or self._when_ready else ""
+        return "the push to end" if self._under_way or self._when_ready or self._operator else ""
 
     def begin(self, *, step: bool = True, dense: bool = False) -> None:
         """Have every rank take a step, and push."""
@@ -55,18 +55,27 @@ class Pushes:
 
     def interrupted(self) -> None:
         """The trainer is gone: what it pushed is pushed by the next one, if it is not over."""
-        self._when_ready = self._when_ready or self._under_way
-        self._under_way = False
+        self._when_ready = self._when_ready or self._under_way or self._operator is not None
+        self._under_way, self._operator = False, None
 
     def look(self) -> None:
         """Go on with what came in: begin a push that waits for a trainer, end one that every rank ended."""
         trainers = self._fleet.trainers.values()
+        if self._operator is not None and time.monotonic() > self._operator.quiet_s:
+            self._operate(self._operator.fault.operator)
         if self._when_ready and all(t.ready for t in trainers):
             self._when_ready = False
             self.begin()
         if self._under_way and all("push" in t.answers for t in trainers):
             self._under_way = False
             self._ended([t.answers.pop("push") for t in trainers])
+
+    def _operate(self, what: str) -> None:
+        """What the operator does about a push that ended in an error, once its cause is over."""
+        self._operator = None
+        if what == "abandon":
+            self._fleet.trainers["trainer-0"].send("abandon")
+        self.begin(step=what == "abandon", dense=what == "dense")
 
     def _ended(self, reports: list[dict[str, object]]) -> None:
         report = reports[0]
@@ -91,12 +100,10 @@ class Pushes:
     def _failed(self, error: str) -> None:
         for strike in self._strikes:
             fault = strike.fault
-            due = strike.fired_s is not None and strike.number not in self._operated
+            due = strike.fired_s is not None and not strike.told
             if due and fault.push_error and fault.push_error in error:
-                self._operated.add(strike.number)
+                strike.told = True
                 self._tell(f"refit {self.refit}: as it should: {error[:140]}")
-                if fault.operator == "abandon":
-                    self._fleet.trainers["trainer-0"].send("abandon")
-                self.begin(step=fault.operator == "abandon", dense=fault.operator == "dense")
+                self._operator = strike
                 return
         raise ChildError(f"refit {self.refit} failed: {error}")

@@ -136,6 +136,8 @@ class Run:
                 self.checks.problems.append(f"the fault never came: {strike.fault}")
                 continue
             strike.recovered_s = now
+            if strike.fault.push_error and not strike.told:
+                self.checks.problems.append(f"{strike.fault}: no push ended with {strike.fault.push_error!r}")
             if now - strike.quiet_s > self.scenario.recover_within_s:
                 self.checks.problems.append(f"{strike.fault}: recovered only after {now - strike.quiet_s:.1f} s")
 

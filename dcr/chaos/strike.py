@@ -18,6 +18,7 @@ class Strike:
         fault: what is to happen.
         fired_s: when its point was reached.
         committed_s: when the next commit was known to the trainer.
+        told: whether a push ended with the error that the fault calls for.
         recovered_s: when every engine served what is committed, with every process back.
     """
 
@@ -25,6 +26,7 @@ class Strike:
     fault: Fault
     fired_s: float | None = None
     committed_s: float | None = None
+    told: bool = False
     recovered_s: float | None = None
 
     @property

@@ -117,6 +117,8 @@ class Supervisor:
         self._timers = [t for t in self._timers if t[0] > now]
         for _, act in due:
             act()
+        for child in self._fleet.children:
+            child.keep_going()
         by_pipe = {c.pipe: c for c in self._fleet.children if not c.pipe.closed and not c.gone}
         by_sentinel = {c.sentinel: c for c in by_pipe.values()}
         ready = wait([*by_pipe, *by_sentinel], timeout_s)
@@ -190,7 +192,7 @@ class Supervisor:
                 self._fleet.disk.fill()
                 self._timers.append((end, self._fleet.disk.free))
             case "replace":
-                self._replace()
+                self._replace(child)
             case "roll_back":
                 child.send("roll_back")
         child.send("go", number=strike.number)
@@ -221,13 +223,13 @@ class Supervisor:
             self._timers.append((end, server.go_on))
             return
         struck = child if own else self._fleet.child(victim)
-        struck.stop()
+        struck.stop(itself=own)
         self._timers.append((end, struck.go_on))
 
-    def _replace(self) -> None:
+    def _replace(self, first: Child) -> None:
         """Hold the trainer still, and start another one beside it, as an operator who takes it for dead."""
         for trainer in self._fleet.trainers.values():
-            trainer.stop()
+            trainer.stop(itself=trainer is first)
             trainer.zombie = True
         self._pushes.interrupted()
         self._totals.restarts += 1

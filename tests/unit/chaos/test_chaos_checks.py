@@ -100,10 +100,11 @@ def test_history_rises_by_one(run):
     ]
     record = SimpleNamespace(version=1)
     run.checks.history(good, record)
+    run.checks.history([*good, entry(5, "Commit", 1, d["c1"])], record)  # of a rollback: nothing is new
     assert run.checks.problems == []
     bad = {
         "from revision 2 to 4": [good[0], good[1], good[3]],
-        "makes version 1 of 1": [*good, entry(5, "Commit", 1, d["c1"])],
+        "makes version 1 of 1": [*good, entry(5, "Commit", 1, d["v0"])],
         "version 1 has two winners: c1 and c2": [*good, entry(5, "Commit", 1, d["c2"])],
         "makes version 2 of 0": [good[0], entry(2, "Commit", 2, d["c2"])],
         "makes version 0 of 1": [*good, entry(5, "Admit", 0)],
