@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 SIZE_BYTES = 4 << 20
+_DISK = "disk"
 _BALLAST = ".ballast"
 _FLAG = "full"
 
@@ -20,21 +21,18 @@ class Disk:
     Attributes:
         payloads: the delivery folder's place.
         mounted: whether it is a tmpfs of ``SIZE_BYTES``; otherwise children raise ENOSPC while it is ``full``.
+        how: which of the two it was, for the report.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._root = folder / "disk"
+        self._root = folder / _DISK
         self._root.mkdir()
         self._flag = folder / _FLAG
-        self.mounted = os.geteuid() == 0 and self._run(
+        self.mounted = os.geteuid() == 0 and _run(
             "mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES},mode=700", "dcr-chaos", str(self._root)
         )
         self.payloads = self._root / "payloads"
-
-    @property
-    def how(self) -> str:
-        """For the report."""
-        return f"a tmpfs of {SIZE_BYTES >> 20} MiB" if self.mounted else "injected ENOSPC: no tmpfs can be mounted here"
+        self.how = f"a tmpfs of {SIZE_BYTES >> 20} MiB" if self.mounted else "injected: no tmpfs can be mounted here"
 
     def fill(self) -> None:
         """Leave no byte free."""
@@ -54,14 +52,24 @@ class Disk:
     def close(self) -> None:
         """Unmount; safe to repeat."""
         if self.mounted:
-            self.mounted = not self._run("umount", "-l", str(self._root))
+            self.mounted = not _unmount(self._root)
 
     @staticmethod
-    def _run(*command: str) -> bool:
-        try:
-            return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0  # noqa: S603
-        except (OSError, subprocess.TimeoutExpired):
-            return False
+    def clear(folder: Path) -> None:
+        """Unmount what a harness that was killed left in a run's folder."""
+        if (folder / _DISK).is_mount():
+            _unmount(folder / _DISK)
+
+
+def _unmount(root: Path) -> bool:
+    return _run("umount", "-l", str(root))
+
+
+def _run(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def check_not_full(folder: Path) -> None:

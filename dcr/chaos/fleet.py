@@ -61,6 +61,7 @@ class Fleet:
         self.disk: Disk | None = None
         self._control: ControlPlane | None = None
         if folder.exists():
+            Disk.clear(folder)
             shutil.rmtree(folder)
         (folder / "checkpoints").mkdir(parents=True)
         self.events = folder / "events"
