@@ -7,18 +7,21 @@ import pytest
 from dcr.chaos.disk import Disk, check_not_full
 
 
+def store(folder, disk):
+    check_not_full(folder)
+    (disk.payloads / "object").write_bytes(b"x" * 100_000)
+
+
 def test_a_full_disk_is_full_until_there_is_room_again(tmp_path):
     disk = Disk(tmp_path)
     try:
         disk.payloads.mkdir()
         disk.fill()
         with pytest.raises(OSError, match="No space left") as full:
-            check_not_full(tmp_path)
-            (disk.payloads / "object").write_bytes(b"x" * 100_000)
+            store(tmp_path, disk)
         assert full.value.errno == errno.ENOSPC
         disk.free()
-        check_not_full(tmp_path)
-        (disk.payloads / "object").write_bytes(b"x" * 100_000)
+        store(tmp_path, disk)
         assert ("tmpfs of 4 MiB" in disk.how) == disk.mounted
     finally:
         disk.close()
