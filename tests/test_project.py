@@ -32,7 +32,7 @@ def make(*arguments):
 
 
 def test_make_help_lists_every_target():
-    targets = ["help", "install", "demo", "lint", "test", "test-long", "traces", "bench", "clean"]
+    targets = ["help", "install", "demo", "lint", "test", "test-long", "soak", "traces", "bench", "clean"]
     assert re.findall(r"^  ([a-z-]+) +\w", make("help"), re.MULTILINE) == targets
     make("--dry-run", *targets)
 
