@@ -59,11 +59,12 @@ class Pushes:
         self._under_way, self._operator = False, None
 
     def look(self) -> None:
-        """Go on with what came in: begin a push that waits for a trainer, end one that every rank ended."""
+        """Go on with what came in: end a push that every rank ended, begin one that waits until all are back."""
         trainers = self._fleet.trainers.values()
-        if self._operator is not None and time.monotonic() > self._operator.quiet_s:
+        back = all(child.ready and not child.gone for child in self._fleet.children if not child.zombie)
+        if back and self._operator is not None and time.monotonic() > self._operator.quiet_s:
             self._operate(self._operator.fault.operator)
-        if self._when_ready and all(t.ready for t in trainers):
+        if back and self._when_ready:
             self._when_ready = False
             self.begin()
         if self._under_way and all("push" in t.answers for t in trainers):
@@ -71,7 +72,7 @@ class Pushes:
             self._ended([t.answers.pop("push") for t in trainers])
 
     def _operate(self, what: str) -> None:
-        """What the operator does about a push that ended in an error, once its cause is over."""
+        """What the operator does about a push that ended in an error, once its cause is over and all are back."""
         self._operator = None
         if what == "abandon":
             self._fleet.trainers["trainer-0"].send("abandon")
