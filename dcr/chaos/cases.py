@@ -62,7 +62,7 @@ ENGINES = (
     *(_kill(f"engine[1] at {a}") for a in ("CloseGate", "GateClosed", "Prepare", "OpenGate")),
     _after(Fault(at="engine[1] in a request", do="slow", for_s=7.0), "engine[1] at FailAttempt", gates=("sync",)),
     _after(
-        Fault(at="etcd at FinishTransition", do="stall", for_s=5.0),
+        Fault(at="etcd at FinishTransition", do="stall", for_s=12.0),
         "engine[1] at LoseRecord",
         controls=("etcd",),
     ),
