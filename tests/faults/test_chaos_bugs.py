@@ -5,29 +5,24 @@ import pytest
 from dcr.chaos.bugs import BUGS, plant
 from dcr.chaos.run import Run
 from dcr.protocol.errors import RefusedError
-
-NORMAL = ("apply-twice", "write-without-compare")
-"""The others take longer."""
+from tests.faults.chaos_command import chaos
 
 
-def problems(name, tmp_path, bug):
-    run = Run(BUGS[name].scenario, tmp_path / "run", print, bug)
-    run.run()
-    return run.checks.problems
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in NORMAL else pytest.param(name, marks=pytest.mark.long) for name in BUGS]
-)
-def test_a_built_in_bug_is_noticed(name, tmp_path):
-    found = problems(name, tmp_path, name)
-    assert any(BUGS[name].notices in p for p in found), found
+@pytest.mark.timeout(400)
+def test_every_built_in_bug_is_noticed(tmp_path):
+    status, report, said = chaos(tmp_path, "bugs", timeout_s=380)
+    assert status == 0, said
+    assert report["bugs"].keys() == BUGS.keys()
+    for name, noticed in report["bugs"].items():
+        assert BUGS[name].notices in noticed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BUGS)
 def test_without_the_bug_there_is_nothing_to_notice(name, tmp_path):
-    assert problems(name, tmp_path, "") == []
+    run = Run(BUGS[name].scenario, tmp_path / "run", print)
+    run.run()
+    assert run.checks.problems == []
 
 
 def test_a_bug_that_is_none_is_named():

@@ -1,24 +1,12 @@
 """`dcr chaos`, as an operator runs it: the quick matrix, the whole of it, and a scenario with own models."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.faults.chaos_command import ROOT, chaos
 from tests.faults.conftest import SPEC
-
-ROOT = Path(__file__).parents[2]
-
-
-def chaos(tmp_path, *arguments, timeout_s):
-    """The exit status, the JSON of the last line, and all that was printed."""
-    command = [sys.executable, "-m", "dcr.cli.main", "chaos", *map(str, arguments), "--folder", str(tmp_path), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    print(done.stdout)  # runs, kills, retries and bytes compared, for whoever runs the tests with -s or sees them fail
-    *_, last = done.stdout.splitlines() or [done.stderr]
-    return done.returncode, json.loads(last), done.stdout + done.stderr
 
 
 @pytest.mark.timeout(600)
