@@ -59,7 +59,8 @@ RECEIVERS = (
     _after(_ITEM_FAILS, "receiver[1] at FailAttempt"),
 )
 ENGINES = (
-    *(_kill(f"engine[1] at {a}") for a in ("CloseGate", "GateClosed", "Prepare", "OpenGate")),
+    _kill("engine[1] at CloseGate", gates=("sync",)),  # an asynchronous one is closed by the order to apply
+    *(_kill(f"engine[1] at {a}") for a in ("GateClosed", "Prepare", "OpenGate")),
     _after(Fault(at="engine[1] in a request", do="slow", for_s=7.0), "engine[1] at FailAttempt", gates=("sync",)),
     _after(
         Fault(at="etcd at FinishTransition", do="stall", for_s=12.0),
