@@ -3,13 +3,14 @@
 import contextlib
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr.chaos.point import ACTIONS, WRITES, Point, Who
-from dcr.chaos.scenario import parse_scenario, read_scenario
+from dcr.chaos.scenario import Deployment, Do, Fault, Scenario, parse_scenario, read_scenario
 from dcr.protocol.errors import RefusedError
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -101,6 +102,17 @@ def test_the_actions_of_each_role_are_those_of_the_protocol():
     documented = {role: {a for a, r in rows if r == role} for role in ("coordinator", "owner", "node", "receiver")}
     documented["engine"] = documented.pop("node")
     assert {role: set(actions) for role, actions in ACTIONS.items()} == documented
+
+
+def test_the_page_shows_a_scenario_and_names_every_key():
+    page = (DOCS / "chaos.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(parse_scenario(shown.encode()).faults) == 3
+    for struct in (Scenario, Deployment, Fault):
+        for key in set(struct.__struct_fields__) - {"deployment"}:
+            assert re.search(rf"`(deployment\.)?{key}`", page), key
+    for what in get_args(Do):
+        assert f"| `{what}` |" in page
 
 
 @st.composite
