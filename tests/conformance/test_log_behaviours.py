@@ -205,6 +205,21 @@ def test_a_restore_that_its_leader_died_with_is_read_off_the_record(logs):
     assert found.ok, found
 
 
+@pytest.mark.long
+def test_a_seal_that_got_to_some_only_was_delivered_to_those(logs):
+    leader, owner = logs.path("coordinator"), logs.path("owner")
+    logs.write(leader, logs.read(leader)[: logs.find(leader, "Commit", 3)])
+    events, at = logs.read(owner), logs.find(owner, "Seal", 3)
+    failed = {"actor": "rank-0", "action": "EmitFailed", "epoch": 3}
+    logs.write(owner, [*events[:at], {**events[at], "step": failed}])
+    for name in ("a", "b"):
+        rank, node = logs.path("rank", name), logs.path("node", name)
+        logs.write(rank, logs.read(rank)[: logs.find(rank, "DeliverManifest", 3) + 1])
+        logs.write(node, logs.read(node)[: logs.find(node, "Prepare", 3) + 1])
+    found = logs.validate()
+    assert found.ok, found
+
+
 # ---------------------------------------------------------------- files
 
 
