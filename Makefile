@@ -5,7 +5,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 SLOW := tests/integration
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long traces mutation bench lint clean
+.PHONY: help install demo test test-long soak traces mutation bench lint clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,6 +28,9 @@ test: install ## lint, and every test that is not marked long
 test-long: install ## the tests marked long, and what fault tests wrote down, held to the specification
 	$(BIN)/pytest -m long
 	DCR_VALIDATE_LOGS=1 $(BIN)/pytest tests/faults
+
+soak: install ## refits under random kills, then a hundred quiet ones; FOR=seconds, SEED=number
+	$(BIN)/dcr chaos soak --seconds $(or $(FOR),300) --seed $(or $(SEED),0)
 
 traces: install ## take the traces that tests replay from the specification anew (spec/tla/traces)
 	$(BIN)/dcr spec traces

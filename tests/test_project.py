@@ -33,7 +33,7 @@ def make(*arguments):
 
 
 def test_make_help_lists_every_target():
-    targets = ["help", "install", "demo", "lint", "test", "test-long", "traces", "mutation", "bench", "clean"]
+    targets = ["help", "install", "demo", "lint", "test", "test-long", "soak", "traces", "mutation", "bench", "clean"]
     assert re.findall(r"^  ([a-z-]+) +\w", make("help"), re.MULTILINE) == targets
     make("--dry-run", *targets)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dcr.cli import certs, coordinator, inspect, record, simulate, spec, transition, verify
+from dcr.cli import certs, chaos, coordinator, inspect, record, simulate, spec, transition, verify
 from dcr.protocol.errors import DcrError
 
 FAILED = 1
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
     certs.add(commands)
+    chaos.add(commands)
     coordinator.add(commands)
     inspect.add(commands)
     record.add(commands)

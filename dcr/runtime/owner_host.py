@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
 from dcr.data_plane.change_counts import by_layer, in_words, layer_of
 from dcr.data_plane.content_digest import ContentDigest
-from dcr.data_plane.nonfinite import listed
 from dcr.data_plane.nvtx import stage
-from dcr.data_plane.payload import payload_digest
-from dcr.delivery.interface import Delivery, contents_key, manifest_key
+from dcr.delivery.interface import Delivery, manifest_key
 from dcr.protocol import owner as role
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.event import EVENT_LOG_VERSION, Start
@@ -22,7 +20,6 @@ from dcr.protocol.layer_changes import LAYERS_MAX, LAYERS_REST, LayerChanges
 from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
-    ContentsShown,
     Emit,
     EmitFailed,
     Fold,
@@ -32,9 +29,7 @@ from dcr.protocol.messages import (
     Report,
     Sealed,
     ShowContents,
-    TableRef,
     Withdraw,
-    cut,
     decode_order,
     encode_message,
 )
@@ -42,11 +37,11 @@ from dcr.protocol.record import OwnerRef, decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.channel import Peer
 from dcr.runtime.channel_address import ChannelAddress
-from dcr.runtime.contents_table import encode_table
 from dcr.runtime.emission import Emission
 from dcr.runtime.event_log import EventLog
 from dcr.runtime.following import Following
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.owner_answers import show_contents, why_refused
 from dcr.runtime.pipeline import CancelledError
 from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.registry import leader_address
@@ -304,20 +299,12 @@ class OwnerHost:
         return []
 
     def _look_through(self, push: int) -> None:
-        """Whether the weights that are pushed may become a version, before they are offered.
-
-        Here and not in detection: payloads leave while it goes on, on every rank at its own pace, and engines apply
-        them as they come.
-        """
-        try:
-            found = self._source.nonfinite()
-            refusal = f"{self._source.owner} brings {listed(found)} (setting refuse_nonfinite)" if found else ""
-        except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the push by its name
-            refusal = f"{self._source.owner}: {type(e).__name__}: {e}"
+        """Find out whether the weights that are pushed may become a version, and then offer them."""
+        refusal = why_refused(self._source)
 
         def offer() -> list[role.Effect]:
             if push == self._push:
-                self._refusal = cut(refusal)
+                self._refusal = refusal
             return self._ready()
 
         self._post(offer)
@@ -479,20 +466,7 @@ class OwnerHost:
 
     def _show(self, epoch: int) -> None:
         """Deliver the digests of what is committed, by tensor; between folds, for those run in this thread too."""
-        name, digests, total = self._source.owner, self._source.baseline_digests, self._source.baseline_digest
-        table, reason = None, ""
-        if digests is None or total is None:
-            reason = f"{name} has no baseline: it was lost, or a fold was cut short; the next push brings a new one"
-        else:
-            try:
-                data = encode_table(digests)
-                key = contents_key(self._record_id, epoch, name, self._incarnation, total.hex())
-                self._delivery.put(key, data)
-                table = TableRef(key, payload_digest(data))
-            except Exception as e:  # noqa: BLE001 - the operator is told; this thread has emissions and folds to do
-                reason = cut(f"{name} could not deliver its content digests: {type(e).__name__}: {e}")
-        held = "" if total is None else total.hex()
-        self._send(ContentsShown(name, self._incarnation, epoch, table, held, reason))
+        self._send(show_contents(self._source, self._delivery, self._record_id, self._incarnation, epoch))
 
     def _read_record(self) -> None:
         try:

@@ -5,7 +5,8 @@ GLOSSES = {
     "TakeOver": "a new leader writes itself in",
     "OpenAttempt": "a new epoch; the attempt is counted before any payload leaves",
     "Evict": "a member is left out of the attempt that is about to open",
-    "Wait": "a push waits for engines, for an owner to come back, or a while before its next attempt",
+    "Wait": "a push waits for engines, for an owner to come back, a while before its next attempt, or, stopped, "
+    "for the operator",
     "RollBack": "the open transition is turned back; an attempt follows",
     "OrderOpenApply": "every member is prepared, or has staged",
     "AttemptFailed": "the attempt cannot be committed any more",

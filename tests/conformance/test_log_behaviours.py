@@ -148,6 +148,78 @@ def test_a_payload_that_was_never_emitted_is_rejected(logs):
     assert rejected_at(found, path, at + 1), found
 
 
+# ---------------------------------------------------------------- what kills leave is a behaviour
+
+
+def taken_over(logs, *, revisions):
+    """Another leader finds K so many revisions and epochs later than the last line of the first one's log has it."""
+    path = logs.path("coordinator")
+    last = [e for e in logs.read(path) if e.get("step", {}).get("record")][-1]["step"]
+    record = last["record"]
+    leader = "leader-2"
+    k = {**record, "leader": leader, "fencing_token": record["fencing_token"] + 1, "epoch": record["epoch"] + revisions}
+    step = {"actor": leader, "action": "TakeOver", "epoch": k["epoch"], "record": k}
+    step |= {"revision": last["revision"] + revisions, "operation_id": "leader-2-1"}
+    return logs.folder / f"coordinator-{leader}-0.ndjson", [
+        {"role": "coordinator", "name": leader, "incarnation": 0, "start": logs.read(path)[0]["start"]},
+        {"role": "coordinator", "name": leader, "incarnation": 0, "step": step},
+    ]
+
+
+@pytest.mark.long
+def test_a_gate_that_closed_for_want_of_the_record_opens_again(logs):
+    path = logs.path("node", "a")
+    events, at = logs.read(path), logs.find(path, "OpenGate", 3)
+    opened = events[at]
+    closing = [{**opened, "step": {**opened["step"], "action": action}} for action in ("LoseRecord", "GateClosed")]
+    for event in closing:
+        del event["step"]["version"], event["step"]["detail"]
+    events[at + 1 : at + 1] = [*closing, opened]
+    logs.write(path, events)
+    found = logs.validate()
+    assert found.ok, found
+
+
+@pytest.mark.long
+def test_a_trainer_that_died_before_its_fold_owes_none_when_it_is_back(logs):
+    leader, owner = logs.path("coordinator"), logs.path("owner")
+    logs.write(leader, logs.read(leader)[: logs.find(leader, "Commit", 3) + 1])
+    events = logs.read(owner)
+    sealed = events[logs.find(owner, "Seal", 2)]["step"]["content_digest"]
+    logs.write(owner, events[: logs.find(owner, "BeginFold", 3)])
+    incarnation = events[0]["incarnation"] + 10**12
+    back = {**events[0], "incarnation": incarnation, "start": {**events[0]["start"], "baseline_digest": sealed}}
+    logs.write(logs.folder / f"owner-rank-0-{incarnation}.ndjson", [back])
+    path, lines = taken_over(logs, revisions=1)
+    for action, epoch in (("Publish", 4), ("FinishTransition", 3)):
+        lines.append({**lines[1], "step": {"actor": "leader-2", "action": action, "epoch": epoch}})
+    logs.write(path, lines)
+    found = logs.validate()
+    assert found.ok, found
+
+
+@pytest.mark.long
+def test_a_restore_that_its_leader_died_with_is_read_off_the_record(logs):
+    logs.write(*taken_over(logs, revisions=2))
+    found = logs.validate()
+    assert found.ok, found
+
+
+@pytest.mark.long
+def test_a_seal_that_got_to_some_only_was_delivered_to_those(logs):
+    leader, owner = logs.path("coordinator"), logs.path("owner")
+    logs.write(leader, logs.read(leader)[: logs.find(leader, "Commit", 3)])
+    events, at = logs.read(owner), logs.find(owner, "Seal", 3)
+    failed = {"actor": "rank-0", "action": "EmitFailed", "epoch": 3}
+    logs.write(owner, [*events[:at], {**events[at], "step": failed}])
+    for name in ("a", "b"):
+        rank, node = logs.path("rank", name), logs.path("node", name)
+        logs.write(rank, logs.read(rank)[: logs.find(rank, "DeliverManifest", 3) + 1])
+        logs.write(node, logs.read(node)[: logs.find(node, "Prepare", 3) + 1])
+    found = logs.validate()
+    assert found.ok, found
+
+
 # ---------------------------------------------------------------- files
 
 

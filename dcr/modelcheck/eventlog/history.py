@@ -148,7 +148,9 @@ def _between(before: CommitRecord, taken_over: Write) -> Write:
     else:
         raise RejectedError(taken_over.line, f"it found K with {', '.join(sorted(changed))} as no write leaves them")
     revision = taken_over.revision - 1
-    step = Step(before.leader, reason, after.epoch, record=after, revision=revision)
+    # Whom a restore was to take in stands in no K, and nobody was told: whoever is there stands for them.
+    members = after.members if reason == "OpenRestore" else ()
+    step = Step(before.leader, reason, after.epoch, record=after, revision=revision, members=members)
     event = Event(0, "coordinator", before.leader, 0, step=step)
     why = f"not written down: {before.leader} wrote revision {revision} and was gone"
     line = Line(taken_over.line.path, taken_over.line.number, event, unlogged=why)

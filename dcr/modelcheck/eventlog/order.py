@@ -184,6 +184,16 @@ class _Sorter:
                 for action in ("EndFold", "LoseBaseline"):
                     for x in self._by.get((action, epoch), ()):
                         self._put(x, line)
+                for owner in () if c is None else c.owners:
+                    self._put(self._gone_unfolded(owner, epoch), line)
+
+    def _gone_unfolded(self, owner: OwnerRef, epoch: int) -> Line | None:
+        """The start that tells that an owner died before it folded a commit: it owes no fold from here on."""
+        folds = [x for action in ("EndFold", "LoseBaseline") for x in self._by.get((action, epoch), ())]
+        if any((x.event.name, x.event.incarnation) == (owner.owner, owner.incarnation) for x in folds):
+            return None
+        later = [lines for i, lines in self._run.owners.get(owner.owner, {}).items() if i > owner.incarnation]
+        return later[0][0] if later else None
 
     def _before_the_next_leader(self, chain: list[Line]) -> None:
         """What a leader did after its last write, but for finding out that it is replaced, it did while it led."""
@@ -233,8 +243,13 @@ class _Sorter:
     @staticmethod
     def _closes_to_apply(lines: list[Line], line: Line) -> bool:
         """With an asynchronous gate it is the order to apply that closes it, and no line tells of that."""
+        return _Sorter._last_of_gate(lines, line) == "OpenGate"
+
+    @staticmethod
+    def _last_of_gate(lines: list[Line], line: Line) -> str:
+        """What a node did last about its gate before this line."""
         gate = [x for x in lines[: lines.index(line)] if x.event.action in ("OpenGate", "CloseGate", "LoseRecord")]
-        return bool(gate) and gate[-1].event.action == "OpenGate"
+        return gate[-1].event.action if gate else ""
 
     def _rank(self, node: list[Line], lines: list[Line]) -> None:
         h = self._run.history
@@ -253,7 +268,9 @@ class _Sorter:
                     fenced.add(step.epoch)
                 case "OpenApply":
                     closed = [x for x in self._by.get(("GateClosed", step.epoch), ()) if x in node]
-                    for x in (*self._by.get(("OrderOpenApply", step.epoch), ()), *closed):
+                    # What closed because K was not reached may have closed long after the epoch was applied.
+                    to_apply = [x for x in closed if self._last_of_gate(node, x) != "LoseRecord"] or closed[:1]
+                    for x in (*self._by.get(("OrderOpenApply", step.epoch), ()), *to_apply):
                         self._put(x, line)
                 case "BeginWrite" if step.payload is not None:
                     i = step.payload

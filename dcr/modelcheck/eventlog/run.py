@@ -79,7 +79,10 @@ class Run:
         return list(chain)
 
     def _seal_what_was_read(self) -> None:
-        """An owner that was killed may have delivered a seal, and not have written it down: ranks that read it did."""
+        """A seal may have been delivered and not written down: ranks that read it did.
+
+        Its owner was killed, or failed the epoch because the seal did not get to everybody.
+        """
         sent: dict[tuple[OwnerRef, int], int] = defaultdict(int)
         delivered: set[tuple[OwnerRef, int]] = set()
         for line in (x for lines in self.ranks.values() for x in lines):
@@ -91,12 +94,17 @@ class Run:
                 sent[key] = max(sent[key], i.sequence + 1)
         for ref, epoch in sorted(delivered):
             lines = self.owners.get(ref.owner, {}).get(ref.incarnation, [])
-            steps = [line.event.step for line in lines if line.event.step is not None]
-            last = steps[-1] if steps else None
-            if last is not None and last.action == "Emit" and last.epoch == epoch:
-                step = Step(ref.owner, "Seal", epoch, payloads=sent[ref, epoch])
-                event = Event(0, "owner", ref.owner, ref.incarnation, step=step)
-                lines.append(Line(lines[-1].path, lines[-1].number, event, "not written down: the owner was gone"))
+            of_epoch = [line for line in lines if line.event.step is not None and line.event.step.epoch == epoch]
+            actions = [line.event.action for line in of_epoch]
+            if actions == ["Emit"] and of_epoch[0] is lines[-1]:
+                at, why = len(lines), "not written down: the owner was gone"
+            elif actions == ["Emit", "EmitFailed"]:
+                at, why = lines.index(of_epoch[1]), "not written down: it did not get to everybody"
+            else:
+                continue
+            step = Step(ref.owner, "Seal", epoch, payloads=sent[ref, epoch])
+            event = Event(0, "owner", ref.owner, ref.incarnation, step=step)
+            lines.insert(at, Line(of_epoch[-1].path, of_epoch[-1].number, event, why))
 
     @property
     def chains(self) -> list[list[Line]]:

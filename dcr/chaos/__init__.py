@@ -1,0 +1,1 @@
+"""Scripted faults of real processes, and checks that no bit was lost; docs/chaos.md."""

@@ -1,0 +1,62 @@
+"""The harness's own reading of stored bits, and untouched twins; nothing of it is code that it judges."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from dcr.chaos.model import make
+
+CHECKPOINT = "model.safetensors"
+
+
+def stored_bits(model: nn.Module) -> dict[str, str]:
+    """SHA-256 over dtype, shape and stored bytes of every parameter and buffer, by name."""
+    found = {}
+    for name, t in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        digest = hashlib.sha256(f"{t.dtype} {tuple(t.shape)}".encode())
+        digest.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        found[name] = digest.hexdigest()
+    return found
+
+
+def combined(bits: dict[str, str]) -> str:
+    """One digest of all of it, as requests write it down."""
+    return hashlib.sha256("".join(f"{n} {d}\n" for n, d in sorted(bits.items())).encode()).hexdigest()[:32]
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """How many bytes ``stored_bits`` reads."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return sum(t.numel() * t.element_size() for _, t in named)
+
+
+def load(model: nn.Module, checkpoint: Path) -> None:
+    """Load a checkpoint densely, through the model's native loader."""
+    loader: Any = model
+    loader.load_weights(load_file(checkpoint / CHECKPOINT).items())
+
+
+class Twins:
+    """Fresh engine models, each of which loaded one version's checkpoint densely and was never refitted.
+
+    Args:
+        factory: of the engine's model.
+    """
+
+    def __init__(self, factory: str) -> None:
+        self._factory = factory
+        self._bits: dict[Path, dict[str, str]] = {}
+        self.bytes = 0
+
+    def bits(self, checkpoint: Path) -> dict[str, str]:
+        """What storage must hold after a refit to this checkpoint."""
+        if checkpoint not in self._bits:
+            twin = make(self._factory)
+            load(twin, checkpoint)
+            self._bits[checkpoint] = stored_bits(twin)
+            self.bytes = stored_bytes(twin)
+        return self._bits[checkpoint]

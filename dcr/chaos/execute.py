@@ -1,0 +1,168 @@
+"""From a scenario to its report: the run, its event logs held to the specification, and its timeline."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from dcr.chaos.report import FaultReport, RunReport
+from dcr.chaos.run import Run
+from dcr.chaos.scenario import Deployment, Scenario
+from dcr.chaos.servers import missing
+from dcr.chaos.timeline import write_timeline
+from dcr.modelcheck.checker import CheckerError, CheckerMissingError
+from dcr.modelcheck.eventlog.validate import validate
+from dcr.protocol.errors import RefusedError
+
+TIMELINE = "timeline.html"
+REPORT = "report.json"
+_HEAP = "1g"
+_VALIDATE_TIMEOUT_S = 600
+
+
+def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: str = "") -> RunReport:
+    """Run a scenario; everything but the event logs is checked afterwards.
+
+    Args:
+        scenario: what to run.
+        folder: for everything that it leaves; what an earlier run left there is removed.
+        tell: takes a line of progress.
+        bug: what is broken on purpose; empty for nothing.
+
+    Raises:
+        RefusedError: a model cannot be made.
+    """
+    d = scenario.deployment
+    lacks = missing(s3=d.transport == "s3", etcd=d.control == "etcd")
+    if lacks:
+        where = describe(d)
+        return RunReport(name=scenario.name, ok=True, deployment=where, folder=str(folder), skipped=f"no {lacks}")
+    run = Run(scenario, folder, tell, bug)
+    run.run()
+    return report_of(run)
+
+
+def report_of(run: Run) -> RunReport:
+    """What a run came to, kept in its folder beside its timeline."""
+    scenario, folder, disk = run.scenario, run.fleet.folder, run.fleet.disk
+    zero_s = min((child.started_s for child in run.fleet.everyone), default=run.totals.began_s)
+    faults = tuple(
+        FaultReport(
+            str(s.fault),
+            _since(s.fired_s, zero_s),
+            _since(s.committed_s, s.fired_s),
+            _since(s.recovered_s, s.fired_s),
+        )
+        for s in run.strikes
+    )
+    report = RunReport(
+        name=scenario.name,
+        ok=not run.checks.problems,
+        deployment=describe(scenario.deployment),
+        folder=str(folder),
+        problems=tuple(run.checks.problems),
+        notes=() if disk is None else (f"the full disk was {disk.how}",),
+        faults=faults,
+        commits=run.totals.commits,
+        kills=run.totals.kills,
+        retries=run.totals.retries,
+        restarts=run.totals.restarts,
+        requests=run.checks.answers,
+        bytes_compared=run.checks.bytes,
+        recovery_s=max((s.recovered_s - s.quiet_s for s in run.strikes if s.recovered_s is not None), default=0.0),
+        seconds=time.monotonic() - run.totals.began_s,
+    )
+    _keep(report)
+    write_timeline(folder, report, zero_s)
+    return report
+
+
+def _since(at: float | None, began: float | None) -> float | None:
+    return None if at is None or began is None else round(at - began, 3)
+
+
+def describe(d: Deployment) -> str:
+    """A deployment in a few words."""
+    ranks = f" {d.trainer.ranks} ranks" if d.trainer.ranks > 1 else ""
+    return f"{d.transport} {d.control} {d.gate} {d.engines}e{ranks}"
+
+
+def _keep(report: RunReport) -> None:
+    (Path(report.folder) / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+
+
+def validated(report: RunReport, spec: Path) -> RunReport:
+    """The same report, once the run's event logs were held to the specification."""
+    if report.skipped:
+        return report
+    logs, problems = _validate(Path(report.folder) / "events", spec)
+    report = msgspec.structs.replace(
+        report, logs=logs, ok=report.ok and not problems, problems=report.problems + problems
+    )
+    _keep(report)
+    return report
+
+
+def _validate(events: Path, spec: Path) -> tuple[str, tuple[str, ...]]:
+    try:
+        found = validate(events, spec, heap=_HEAP, timeout_s=_VALIDATE_TIMEOUT_S)
+    except CheckerMissingError as e:
+        return f"not validated: {e}", ()
+    except RefusedError as e:
+        return f"not validated: {e}", ()
+    except CheckerError as e:
+        return f"not validated: {e}", (f"the checker came to no verdict on the event logs: {e}",)
+    if found.ok:
+        return f"a behaviour of the specification: {found.lines:,} lines, {found.steps:,} steps", ()
+    what = "no behaviour of the specification"
+    return what, (f"the event logs are {what}: {found.rejected}: {'; '.join(found.why)}",)
+
+
+def execute_all(
+    scenarios: Sequence[Scenario],
+    folder: Path,
+    spec: Path | None,
+    tell: Callable[[str], None],
+    done: Callable[[RunReport], None],
+) -> list[RunReport]:
+    """Run scenarios one after the other; event logs are validated beside the runs that follow.
+
+    Args:
+        scenarios: what to run.
+        folder: each scenario gets one in it.
+        spec: folder of the specification; None to validate nothing.
+        tell: takes a line of progress.
+        done: is given each report, in the order of the scenarios.
+    """
+    reports: list[RunReport] = []
+    waiting: list[Future[RunReport]] = []
+
+    def collect(*, wait: bool) -> None:
+        while waiting and (wait or waiting[0].done()):
+            report = waiting.pop(0).result()
+            reports.append(report)
+            done(report)
+
+    with ThreadPoolExecutor(1) as checker:
+        for scenario in scenarios:
+            tell(f"{scenario.name}: {describe(scenario.deployment)}")
+            report = execute(scenario, folder / _in_a_path(scenario.name), tell)
+            if spec is None:
+                waiting.append(_known(report))
+            else:
+                waiting.append(checker.submit(validated, report, spec))
+            collect(wait=False)
+        collect(wait=True)
+    return reports
+
+
+def _known(report: RunReport) -> Future[RunReport]:
+    future: Future[RunReport] = Future()
+    future.set_result(report)
+    return future
+
+
+def _in_a_path(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".-") or "scenario"

@@ -1,0 +1,292 @@
+"""The processes of one scenario: what is started with what, and started again; and where all of it lies."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from dcr.chaos.bits import CHECKPOINT
+from dcr.chaos.child import ChildConfig
+from dcr.chaos.disk import Disk
+from dcr.chaos.model import make
+from dcr.chaos.point import Who
+from dcr.chaos.process import Child
+from dcr.chaos.proxy import Proxy
+from dcr.chaos.scenario import Scenario
+from dcr.chaos.servers import BUCKET, S3_ENVIRONMENT, Etcd, Server, Store
+from dcr.chaos.trigger import Armed
+from dcr.control_plane.address import open_control_plane
+from dcr.control_plane.interface import ControlPlane, HistoryEntry
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.record import CommitRecord, decode_record
+from dcr.runtime.channel_address import HubAddress
+from dcr.runtime.registry import leader_address
+from dcr.runtime.secret import load_or_create_secret
+from dcr.runtime.shared_memory import SharedMemory
+
+RECORD = "default"
+_RELAY = "heartbeat_s=0.5&peer_timeout_s=3&connect_timeout_s=3&fan_out=1"
+_S3 = "region=us-east-1&retry_timeout_s=4&connect_timeout_s=1&answer_timeout_s=2&look_pause_s=0.01&look_pause_max_s=0.1"
+_HISTORY_MAX = 1_000_000
+
+
+class Fleet:
+    """Everything of one run under one folder.
+
+    Args:
+        scenario: what to start.
+        folder: made here; what an earlier run left in it is removed.
+        bug: what is broken on purpose; empty for nothing.
+
+    Raises:
+        MissingServerError: a server that the scenario needs is not installed.
+        RefusedError: a model cannot be made.
+    """
+
+    def __init__(self, scenario: Scenario, folder: Path, bug: str = "") -> None:
+        self.scenario = scenario
+        self.folder = folder
+        self.nodes: dict[str, Child] = {}
+        self.trainers: dict[str, Child] = {}
+        self.past: list[Child] = []
+        """Processes that were replaced."""
+        self.starts = 0
+        self._bug = bug
+        self._starts: dict[str, int] = {}
+        self._servers: dict[str, Server] = {}
+        self._proxies: dict[str, Proxy] = {}
+        self.disk: Disk | None = None
+        self._control: ControlPlane | None = None
+        if folder.exists():
+            Disk.clear(folder)
+            shutil.rmtree(folder)
+        (folder / "checkpoints").mkdir(parents=True)
+        self.events = folder / "events"
+        self.first = folder / "checkpoints" / "v0"
+        self.first.mkdir()
+        model = make(scenario.deployment.model.trainer)
+        save_file({n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}, self.first / CHECKPOINT)
+
+    # ------------------------------------------------------------ starting
+
+    def start(self, armed: Sequence[Armed], of: dict[str, list[Armed]]) -> None:
+        """Start servers, trainer and nodes.
+
+        Args:
+            armed: at the trainer.
+            of: at nodes, by their names.
+        """
+        d = self.scenario.deployment
+        if d.transport == "s3":
+            self._serve("store", Store(self.folder / "store"))
+        if d.control == "etcd":
+            self._serve("etcd", Etcd(self.folder / "etcd"))
+        if d.transport == "relay":
+            self._issue()
+        if any(f.do == "fill" for f in self.scenario.faults):
+            self.disk = Disk(self.folder)
+        self._control = open_control_plane(self._control_address(direct=True))
+        for number in range(len(d.engines_of_nodes)):
+            if any(f.do == "partition" and f.victim.role in ("engine", "receiver") for f in self.scenario.faults):
+                self._proxies[f"node-{number}"] = Proxy(self._leader)
+        self.start_trainer(self.first, armed)
+        for number in range(len(d.engines_of_nodes)):
+            self.start_node(number, of.get(f"node-{number}", []))
+
+    def start_trainer(self, checkpoint: Path, armed: Sequence[Armed] = ()) -> None:
+        """Start every training rank from a checkpoint."""
+        d = self.scenario.deployment
+        rendezvous = self.folder / f"rendezvous-{self._starts.get('trainer-0', 0)}"
+        for rank in range(d.trainer.ranks):
+            name = f"trainer-{rank}"
+            if name in self.trainers:
+                self.past.append(self.trainers[name])
+            self.trainers[name] = self._child(
+                "trainer",
+                name,
+                rank,
+                checkpoint,
+                armed,
+                delivery=self._delivery_address("trainer"),
+                factory=d.model.trainer,
+                ranks=d.trainer.ranks,
+                rendezvous=str(rendezvous),
+            )
+
+    def start_node(self, number: int, armed: Sequence[Armed] = ()) -> None:
+        """Start a node, its engines loaded from version 0 as any engine that starts anew."""
+        d = self.scenario.deployment
+        name = f"node-{number}"
+        if name in self.nodes:
+            self.past.append(self.nodes[name])
+        proxy = self._proxies.get(name)
+        self.nodes[name] = self._child(
+            "node",
+            name,
+            number,
+            self.first,
+            armed,
+            delivery=self._delivery_address(name),
+            factory=d.model.engine,
+            engines=d.engines_of_nodes[number],
+            channel="" if proxy is None else proxy.address,
+        )
+
+    def _child(
+        self, role: str, name: str, number: int, checkpoint: Path, armed: Sequence[Armed], **fields: object
+    ) -> Child:
+        self._starts[name] = start = self._starts.get(name, 0) + 1
+        self.starts += 1
+        config = ChildConfig(
+            role=role,
+            name=name,
+            number=number,
+            start=start,
+            folder=str(self.folder),
+            control=self._control_address(),
+            settings={**self.scenario.deployment.all_settings, "event_log": str(self.events)},
+            checkpoint=str(checkpoint),
+            environment=S3_ENVIRONMENT if self.scenario.deployment.transport == "s3" else {},
+            armed=tuple(armed),
+            bug=self._bug,
+            **fields,  # type: ignore[arg-type]
+        )
+        return Child(config)
+
+    def _serve(self, name: str, server: Server) -> None:
+        self._servers[name] = server
+        server.start()
+        if any(f.do == "partition" and f.victim.role == name for f in self.scenario.faults):
+            self._proxies[name] = Proxy(lambda: ("127.0.0.1", server.port))
+
+    def _issue(self) -> None:
+        from dcr.credentials.authority import create_authority, issue  # noqa: PLC0415 - optional dependency
+
+        authority = self.folder / "authority"
+        create_authority(authority)
+        nodes = [f"node-{number}" for number in range(len(self.scenario.deployment.engines_of_nodes))]
+        for name in ("trainer", *nodes):
+            issue(authority, self.folder / "credentials" / name, name)
+
+    # ------------------------------------------------------------ where things are
+
+    def _control_address(self, *, direct: bool = False) -> str:
+        if self.scenario.deployment.control == "sqlite":
+            return f"sqlite://{self.folder}/record.db"
+        secret = self.folder / "run.secret"
+        load_or_create_secret(secret)
+        return f"etcd://127.0.0.1:{self._port('etcd', direct=direct)}/chaos?secret={secret}"
+
+    def _delivery_address(self, name: str) -> str:
+        match self.scenario.deployment.transport:
+            case "s3":
+                endpoint = f"http://127.0.0.1:{self._port('store')}"
+                return f"s3://{BUCKET}/payloads?endpoint={endpoint}&{_S3}"
+            case "relay":
+                return f"relay://{self.folder}/credentials/{name}?{_RELAY}"
+            case _:
+                return f"file://{self.disk.payloads if self.disk else self.folder / 'payloads'}"
+
+    def _port(self, server: str, *, direct: bool = False) -> int:
+        proxy = self._proxies.get(server)
+        return self._servers[server].port if direct or proxy is None else proxy.port
+
+    def _leader(self) -> tuple[str, int] | None:
+        assert self._control is not None
+        address = leader_address(self._control, RECORD)
+        if address is None:
+            return None
+        at = HubAddress.parse(address).at
+        return at.host, at.port
+
+    # ------------------------------------------------------------ who
+
+    @property
+    def children(self) -> list[Child]:
+        """Every process that is there now, zombies included."""
+        zombies = [c for c in self.past if c.zombie]
+        return [*self.trainers.values(), *self.nodes.values(), *zombies]
+
+    @property
+    def everyone(self) -> list[Child]:
+        """Every process that ever was."""
+        return [*self.past, *self.trainers.values(), *self.nodes.values()]
+
+    def process_of(self, who: Who) -> str:
+        """The name of the process in which a role lives: the coordinator's is the trainer's first rank.
+
+        A coordinator that lives elsewhere has its place here.
+        """
+        match who.role:
+            case "coordinator":
+                return "trainer-0"
+            case "owner":
+                return f"trainer-{who.index}"
+            case "engine" | "receiver":
+                of = self.scenario.deployment.engines_of_nodes
+                return f"node-{next(number for number, engines in enumerate(of) if who.index in engines)}"
+            case _:
+                return who.role
+
+    def child(self, name: str) -> Child:
+        """The process of this name."""
+        return self.trainers.get(name) or self.nodes[name]
+
+    def server(self, name: str) -> Server:
+        """The server of this name."""
+        return self._servers[name]
+
+    def proxy(self, name: str) -> Proxy:
+        """What cuts the process of this name off."""
+        return self._proxies[name]
+
+    # ------------------------------------------------------------ the record
+
+    def record(self, timeout_s: float = 20.0) -> CommitRecord | None:
+        """K, read by the harness itself; None while there is none.
+
+        Raises:
+            DcrError: the control plane cannot be asked for so long.
+        """
+        assert self._control is not None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                stored = self._control.read(RECORD)
+            except RefusedError:
+                raise
+            except Exception:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+                continue
+            return None if stored is None else decode_record(stored.body)
+
+    def history(self) -> list[HistoryEntry]:
+        """Every write of K, oldest first."""
+        assert self._control is not None
+        return self._control.history(RECORD, _HISTORY_MAX)[::-1]
+
+    # ------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """End every process, server and proxy, and unmount; what they wrote stays."""
+        for child in self.everyone:
+            child.kill()
+        for proxy in self._proxies.values():
+            proxy.close()
+        if self._control is not None:
+            self._control.close()
+        for server in self._servers.values():
+            server.kill()
+        if self.disk is not None:
+            self.disk.close()
+        SharedMemory(RECORD, time.time_ns()).close()  # sweeps what the killed nodes left
+
+
+def use_few_threads() -> None:
+    """The harness computes twins beside the processes that it judges: one thread is enough."""
+    torch.set_num_threads(1)

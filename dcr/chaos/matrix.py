@@ -1,0 +1,123 @@
+"""The shipped scenarios: cases over transports, gate modes and control planes, several in a row in one deployment."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from dcr.chaos.cases import CASES, CONTROLS, GATES, TRANSPORTS, Case
+from dcr.chaos.pairwise import Choice, cover
+from dcr.chaos.point import Point
+from dcr.chaos.scenario import Deployment, Fault, Scenario, Trainer
+
+IN_A_ROW_MAX = 12
+"""Cases of one deployment: what starts a deployment costs more than a refit."""
+
+Where = tuple[str, str, str, int]
+"""Transport, control, gate, and ranks of the trainer."""
+Settings = tuple[tuple[str, Any], ...]
+
+QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
+    (
+        ("file", "sqlite", "sync", 1),
+        (
+            "kill receiver[1] at Fence",
+            "kill receiver[1] after 1 items of payload 2",
+            "kill receiver[1] at Acknowledge",
+            "kill engine[1] at OpenGate",
+            "kill receiver[1] at BeginWrite in restore",
+            "kill coordinator at OpenAttempt",
+            "kill coordinator between CAS sent and answered of Commit",
+            "kill coordinator before CAS of Commit",
+            "kill owner[0] during manifest",
+            "kill owner[0] at BeginFold",
+            "replace the coordinator before its commit",
+            "a payload comes twice",
+        ),
+    ),
+    (
+        ("file", "sqlite", "async", 2),
+        (
+            "kill receiver[1] at Stage",
+            "kill receiver[1] at EndWrite",
+            "kill owner[1] before payload 1",
+            "stall receiver[1]",
+        ),
+    ),
+    (("file", "sqlite", "sync", 1), ("the store's disk is full", "kill coordinator at Stop")),
+    (("relay", "sqlite", "sync", 1), ("kill receiver[1] at BeginWrite", "partition engine[1]")),
+    (
+        ("s3", "etcd", "sync", 1),
+        ("kill store during the manifest", "kill etcd after a commit", "kill coordinator at Publish"),
+    ),
+)
+"""One deployment each: where, and the names of its cases, which need the same settings."""
+
+
+def quick_matrix(seed: int = 0) -> list[Scenario]:
+    """The chosen few."""
+    by_name = {case.name: case for case in CASES}
+    return [
+        _scenario(f"quick {number}", where, [by_name[n] for n in names], by_name[names[0]].settings, seed)
+        for number, (where, names) in enumerate(QUICK, 1)
+    ]
+
+
+def full_matrix(seed: int = 0) -> list[Scenario]:
+    """Every case with every transport, gate mode and control plane that it can be with, pairwise."""
+    by_name = {case.name: case for case in CASES}
+    assert len(by_name) == len(CASES), "two cases have one name"
+    factors = {"case": list(by_name), "transport": TRANSPORTS, "control": CONTROLS, "gate": GATES}
+
+    def allowed(c: Choice) -> bool:
+        case = by_name[c["case"]]
+        return c["transport"] in case.transports and c["control"] in case.controls and c["gate"] in case.gates
+
+    return list(_grouped([(c, by_name[c["case"]]) for c in cover(factors, allowed, seed)], seed))
+
+
+def _grouped(chosen: Sequence[tuple[Choice, Case]], seed: int) -> Iterable[Scenario]:
+    groups: dict[tuple[Where, Settings, str], list[Case]] = defaultdict(list)
+    for choice, case in chosen:
+        alone = case.name if case.start else ""
+        where = (choice["transport"], choice["control"], choice["gate"], case.ranks)
+        groups[where, case.settings, alone].append(case)
+    number = itertools.count(1)
+    for key, cases in sorted(groups.items(), key=repr):
+        where, settings, _ = key
+        for first in range(0, len(cases), IN_A_ROW_MAX):
+            some = cases[first : first + IN_A_ROW_MAX]
+            yield _scenario(f"matrix {next(number)}", where, some, settings, seed)
+
+
+def _scenario(
+    name: str,
+    where: Where,
+    cases: Sequence[Case],
+    settings: Settings,
+    seed: int,
+) -> Scenario:
+    transport, control, gate, ranks = where
+    # The first refit and the last are without a fault: what is restored is a later version than the one that engines
+    # start from, and what the faults leave behind must do no harm.
+    faults = [f for refit, case in enumerate(cases, 2) for f in _in_refit(case, refit)]
+    return Scenario(
+        name=f"{name} {transport} {control} {gate}",
+        deployment=Deployment(
+            trainer=Trainer(ranks=ranks, refits=len(cases) + 2),
+            transport=transport,  # type: ignore[arg-type]
+            control=control,  # type: ignore[arg-type]
+            gate=gate,  # type: ignore[arg-type]
+            settings=dict(settings),
+        ),
+        faults=tuple(faults),
+        seed=seed,
+    )
+
+
+def _in_refit(case: Case, refit: int) -> Iterable[Fault]:
+    for fault in case.faults:
+        moved = Point.parse(fault.at).refit != 0
+        yield msgspec.structs.replace(fault, at=f"{fault.at} in refit {refit}") if moved else fault

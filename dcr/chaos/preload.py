@@ -1,0 +1,16 @@
+"""What every child needs and what takes seconds to load: loaded once, in the process that children are forked from.
+
+No thread may be left running here, for a fork takes none along: torch has one, and those of the kernels start anew.
+"""
+
+import torch
+import torch._dynamo  # torch imports it at the first operation that it wraps
+import torch.distributed
+
+from dcr.chaos import child, node_child, trainer_child
+from dcr.data_plane.kernels.choice import kernels_for
+
+LOADED = (child, node_child, trainer_child)
+
+torch.set_num_threads(1)
+kernels_for([])

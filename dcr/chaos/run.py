@@ -1,0 +1,172 @@
+"""One run of a scenario: refits under fire, and what must hold after each of them."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dcr.chaos.bits import Twins
+from dcr.chaos.checks import Checks
+from dcr.chaos.fleet import Fleet, use_few_threads
+from dcr.chaos.process import ChildError
+from dcr.chaos.pushes import Pushes
+from dcr.chaos.scenario import Scenario
+from dcr.chaos.strike import Strike, Totals
+from dcr.chaos.supervisor import Supervisor
+from dcr.protocol.errors import DcrError
+from dcr.protocol.record import CommitRecord
+
+if TYPE_CHECKING:
+    from dcr.chaos.trigger import Armed
+
+START_TIMEOUT_S = 300.0
+"""The first start of a copy of this tree compiles kernels."""
+ANSWER_TIMEOUT_S = 30.0
+_LATE_S = 3.0
+"""How long a point that comes after everything serves again is waited for."""
+
+
+class Run:
+    """Runs a scenario.
+
+    Args:
+        scenario: what to run.
+        folder: for everything that it leaves; made anew.
+        tell: takes a line of progress.
+        bug: what is broken on purpose (``dcr.chaos.bugs``); empty for nothing.
+
+    Raises:
+        MissingServerError: a server that the scenario needs is not installed.
+        RefusedError: a model cannot be made.
+    """
+
+    def __init__(self, scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: str = "") -> None:
+        use_few_threads()
+        self.scenario = scenario
+        self.totals = Totals()
+        self.strikes = [Strike(n, f) for n, f in enumerate(scenario.faults)]
+        self.fleet = Fleet(scenario, folder, bug)
+        self.checks = Checks(folder, Twins(scenario.deployment.model.engine))
+        self.checks.versions[0] = self.fleet.first
+        self._pushes = Pushes(self.fleet, self.strikes, self.totals, tell)
+        self._supervisor = Supervisor(
+            self.fleet, self.strikes, self._pushes, checks=self.checks, totals=self.totals, tell=tell
+        )
+
+    def run(self) -> None:
+        """Run it; what is wrong is in ``checks.problems`` afterwards."""
+        self.over(self._refits)
+
+    def over(self, refits: Callable[[], None]) -> None:
+        """Start everything, do this, and whatever came of it end everything and check what is checked at the end."""
+        try:
+            self._told(self._start)
+            if not self.checks.problems:
+                self._told(refits)
+            self._told(lambda: self.checks.history(self.fleet.history(), self._record()))
+        finally:
+            self.fleet.close()
+        self.checks.requests()
+
+    def _told(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except DcrError as e:
+            self.checks.problems.append(str(e))
+
+    def _refits(self) -> None:
+        for refit in range(1, self.scenario.deployment.trainer.refits + 1):
+            self.refit(refit, [s for s in self.strikes if s.fault.point.refit == refit])
+
+    def _start(self) -> None:
+        here = [s for s in self.strikes if s.fault.point.refit == 0]
+        of = self._arms(here)
+        self.fleet.start([a for name, armed in of.items() if name.startswith("trainer") for a in armed], of)
+        self._supervisor.settle(START_TIMEOUT_S)
+        self._recovered(here)
+
+    def refit(self, number: int, strikes: list[Strike]) -> None:
+        """One training step and its push under these faults, until everything serves again; and compare every bit.
+
+        Raises:
+            DcrError: it did not come to that.
+        """
+        self._pushes.refit = number
+        self._supervisor.epoch = self._record().epoch
+        restoring = [s for s in strikes if s.fault.point.restore]
+        if restoring:
+            self._in_restore(restoring)
+            self._supervisor.epoch = self._record().epoch
+        normal = [s for s in strikes if not s.fault.point.restore]
+        self._arm(normal)
+        self._pushes.begin()
+        self._supervisor.settle(self.scenario.recover_within_s)
+        self._supervisor.wait_for(lambda: all(s.fired_s is not None for s in normal), _LATE_S)
+        self._supervisor.settle(self.scenario.recover_within_s)
+        self._recovered(normal)
+        self._compare()
+
+    def _in_restore(self, strikes: list[Strike]) -> None:
+        """A node is started anew, so that its engines are restored; faults strike meanwhile."""
+        nodes = [name for s in strikes if (name := self._taker(s)) in self.fleet.nodes]
+        victim = nodes[0] if nodes else list(self.fleet.nodes)[-1]
+        self._arm([s for s in strikes if self._taker(s) not in self.fleet.nodes])
+        self._supervisor.kill(self.fleet.nodes[victim])
+        self._supervisor.restart_node(victim, strikes)
+        self._supervisor.wait_for(lambda: all(s.fired_s is not None for s in strikes), self.scenario.recover_within_s)
+        self._supervisor.settle(self.scenario.recover_within_s)
+        self._recovered(strikes)
+        self._compare()
+
+    def resources(self) -> dict[str, dict[str, int]]:
+        """What every process holds now of what could leak, by the process's name and start."""
+        found = {}
+        for child in self.fleet.children:
+            child.send("resources")
+            held = self._supervisor.answer(child, "resources", ANSWER_TIMEOUT_S)
+            found[f"{child.name}-{child.config.start}"] = held
+        return found
+
+    def _recovered(self, strikes: list[Strike]) -> None:
+        now = time.monotonic()
+        for strike in strikes:
+            if strike.fired_s is None:
+                self.checks.problems.append(f"the fault never came: {strike.fault}")
+                continue
+            strike.recovered_s = now
+            if strike.fault.push_error and not strike.told:
+                self.checks.problems.append(f"{strike.fault}: no push ended with {strike.fault.push_error!r}")
+            if now - strike.quiet_s > self.scenario.recover_within_s:
+                self.checks.problems.append(f"{strike.fault}: recovered only after {now - strike.quiet_s:.1f} s")
+
+    def _compare(self) -> None:
+        record = self._record()
+        self.checks.committed(record)
+        for node in self.fleet.nodes.values():
+            node.send("bits")
+        for node in self.fleet.nodes.values():
+            self.checks.bits(self._supervisor.answer(node, "bits", ANSWER_TIMEOUT_S), record.version)
+
+    def _arm(self, strikes: list[Strike]) -> None:
+        for name, there in self._arms(strikes).items():
+            child = self.fleet.child(name)
+            child.send("arm", armed=msgspec.to_builtins(there))
+            self._supervisor.answer(child, "armed", ANSWER_TIMEOUT_S)
+
+    def _arms(self, strikes: list[Strike]) -> dict[str, list["Armed"]]:
+        of: dict[str, list[Armed]] = {}
+        for strike in strikes:
+            armed = strike.armed(self._supervisor.epoch, self.fleet.process_of)
+            of.setdefault(self._taker(strike), []).append(armed)
+        return of
+
+    def _taker(self, strike: Strike) -> str:
+        return self.fleet.process_of(strike.fault.point.taken_by)
+
+    def _record(self) -> CommitRecord:
+        record = self.fleet.record()
+        if record is None:
+            raise ChildError("there is no record")
+        return record

@@ -1,0 +1,71 @@
+"""A fault of a run, and what came of it; and what a run did in all."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dcr.chaos.point import Who
+from dcr.chaos.scenario import Fault
+from dcr.chaos.trigger import Armed
+
+
+@dataclass
+class Strike:
+    """A fault; times on the monotonic clock, seconds.
+
+    Attributes:
+        number: of the fault in its scenario.
+        fault: what is to happen.
+        fired_s: when its point was reached.
+        committed_s: when the next commit was known to the trainer.
+        told: whether a push ended with the error that the fault calls for.
+        recovered_s: when every engine served what is committed, with every process back.
+    """
+
+    number: int
+    fault: Fault
+    fired_s: float | None = None
+    committed_s: float | None = None
+    told: bool = False
+    recovered_s: float | None = None
+
+    @property
+    def quiet_s(self) -> float:
+        """When what it does is over: recovery is counted from here."""
+        return 0.0 if self.fired_s is None else self.fired_s + self.fault.for_s + self.fault.restart_after_s
+
+    def armed(self, epoch: int, process_of: Callable[[Who], str]) -> Armed:
+        """What the process of its point is told.
+
+        Args:
+            epoch: K's now: every attempt has an epoch of its own, and nothing else is under way.
+            process_of: names the process in which a role lives.
+        """
+        point = self.fault.point
+        taker = point.taken_by
+        return Armed(
+            number=self.number,
+            role=taker.role,
+            index=taker.index,
+            kind="again" if self.fault.do == "duplicate" else point.kind,
+            action=point.action,
+            count=point.count,
+            items=point.items,
+            payload=point.payload,
+            epoch_min=epoch + point.attempt if point.refit else 0,
+            do=self.fault.do,
+            for_s=self.fault.for_s,
+            own=process_of(self.fault.victim) == process_of(taker),
+        )
+
+
+@dataclass
+class Totals:
+    """What a run did."""
+
+    commits: int = 0
+    kills: int = 0
+    faults: int = 0
+    retries: int = 0
+    restarts: int = 0
+    began_s: float = field(default_factory=time.monotonic)

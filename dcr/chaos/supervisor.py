@@ -1,0 +1,266 @@
+"""Watches a run's processes: takes what they say, strikes where a point is reached, and starts again what fell."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dcr.chaos.checks import Checks
+from dcr.chaos.fleet import Fleet
+from dcr.chaos.point import SERVERS
+from dcr.chaos.process import Child, ChildError, wait
+from dcr.chaos.pushes import Pushes
+from dcr.chaos.scenario import Fault
+from dcr.chaos.strike import Strike, Totals
+
+PUMP_S = 0.1
+
+
+class Supervisor:
+    """One thread, which everything goes through.
+
+    Args:
+        fleet: the processes.
+        strikes: the faults, by their numbers.
+        pushes: the trainer's.
+        checks: is told what must not be.
+        totals: counted here.
+        tell: takes a line of progress.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        strikes: Sequence[Strike],
+        pushes: Pushes,
+        *,
+        checks: Checks,
+        totals: Totals,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._fleet = fleet
+        self._strikes = strikes
+        self._pushes = pushes
+        self._checks = checks
+        self._totals = totals
+        self._tell = tell
+        self._serving: dict[str, int | None] = {}
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._expected_deaths: set[int] = set()
+        self.epoch = 0
+        """K's, when the refit began: what is armed anew in a process that starts again counts from it."""
+
+    # ------------------------------------------------------------ waiting
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no push and no restart is under way, and every engine serves the committed version.
+
+        Args:
+            timeout_s: from now, or from when the last fault was over.
+
+        Raises:
+            ChildError: it did not come to that in time, and who is waited for; or a process ended that none struck.
+        """
+        began = time.monotonic()
+        while waits_for := self._waits_for():
+            if time.monotonic() > timeout_s + max([began, *(s.quiet_s for s in self._strikes)]):
+                raise ChildError(
+                    f"refit {self._pushes.refit}: after {timeout_s:g} s still waiting for {waits_for}{self._why()}"
+                )
+            self.pump(PUMP_S)
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for something, at most so long; whether it came."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            if time.monotonic() > deadline:
+                return False
+            self.pump(PUMP_S)
+        return True
+
+    def answer(self, child: Child, to: str, timeout_s: float) -> Any:
+        """What a child answers to an order; ChildError if it does not."""
+        if not self.wait_for(lambda: to in child.answers, timeout_s):
+            raise ChildError(f"{child.name} did not answer {to!r} in {timeout_s:g} s")
+        return child.answers.pop(to)
+
+    def _waits_for(self) -> str:
+        if self._timers:
+            return "what was struck to come back"
+        late = [c.name for c in self._fleet.children if not c.ready and not c.zombie]
+        if late:
+            return f"{', '.join(late)} to start"
+        if self._pushes.waits_for:
+            return self._pushes.waits_for
+        zombies = [c.name for c in self._fleet.past if c.zombie]
+        if zombies:
+            return f"{', '.join(zombies)} to learn that it was replaced"
+        record = self._fleet.record()
+        version = None if record is None else record.version
+        names = [f"engine-{i}" for n in self._fleet.nodes.values() for i in n.config.engines]
+        behind = [n for n in names if version is None or self._serving.get(n) != version]
+        return f"{', '.join(behind)} to serve version {version}" if behind else ""
+
+    def _why(self) -> str:
+        """What the nodes say that they are at."""
+        said = []
+        for node in self._fleet.nodes.values():
+            if node.ready and node.exitcode is None:
+                node.send("status")
+                self.wait_for(lambda n=node: "status" in n.answers, 2.0)  # type: ignore[misc]
+                said += [f"{name}: {text}" for name, text in node.answers.pop("status", {}).items()]
+        return "".join(f"\n  {line}" for line in said)
+
+    def pump(self, timeout_s: float) -> None:
+        """Take what children say, notice who died, and do what is due: one round."""
+        now = time.monotonic()
+        due = [t for t in self._timers if t[0] <= now]
+        self._timers = [t for t in self._timers if t[0] > now]
+        for _, act in due:
+            act()
+        for child in self._fleet.children:
+            child.keep_going()
+        by_pipe = {c.pipe: c for c in self._fleet.children if not c.pipe.closed and not c.gone}
+        by_sentinel = {c.sentinel: c for c in by_pipe.values()}
+        ready = wait([*by_pipe, *by_sentinel], timeout_s)
+        for pipe, child in by_pipe.items():
+            while pipe in ready and not pipe.closed and pipe.poll():
+                message = child.receive()
+                if message is None:
+                    break
+                self._take(child, message)
+        for sentinel, child in by_sentinel.items():
+            if sentinel in ready:
+                self._died(child)
+        self._pushes.look()
+
+    def _take(self, child: Child, message: dict[str, Any]) -> None:
+        match message["what"]:
+            case "ready":
+                child.ready = True
+            case "armed":
+                child.answers["armed"] = True
+            case "answer":
+                child.answers[message["to"]] = message["value"]
+                if child.zombie and message["to"] == "push":
+                    self._zombie_told(child, message["value"])
+            case "serving":
+                self._serving.update(message["versions"])
+                for engine, why in message["failures"].items():
+                    raise ChildError(f"{engine} is out of service: {why}")
+            case "fault":
+                self._fired(child, self._strikes[message["number"]])
+            case "failed":
+                raise ChildError(f"{child.name}: {message['error']}; its log is {child.log}")
+
+    def _zombie_told(self, child: Child, report: dict[str, Any]) -> None:
+        if report["error"]:
+            self._tell(f"refit {self._pushes.refit}: the one that was replaced is told: {report['error'][:140]}")
+        else:
+            self._checks.problems.append(f"{child.name}, which was replaced, was told that it committed")
+        child.zombie = False
+        child.kill()
+
+    def _died(self, child: Child) -> None:
+        child.gone = True
+        child.zombie = False
+        for index in child.config.engines:
+            self._serving[f"engine-{index}"] = None
+        if child.pid not in self._expected_deaths:
+            tail = f"the end of {child.log}:\n{child.log_tail}"
+            raise ChildError(f"{child.name} ended by itself, status {child.exitcode}; {tail}")
+
+    # ------------------------------------------------------------ striking
+
+    def _fired(self, child: Child, strike: Strike) -> None:
+        fault, victim = strike.fault, self._fleet.process_of(strike.fault.victim)
+        strike.fired_s = now = time.monotonic()
+        self._totals.faults += 1
+        self._tell(f"refit {self._pushes.refit}: {fault}")
+        own = victim == child.name
+        end = now + fault.for_s
+        match fault.do:
+            case "kill":
+                self._totals.kills += 1
+                self._kill_at_point(child, victim, fault, own=own)
+            case "stall":
+                self._stall(child, victim, end, own=own)
+            case "partition":
+                self._fleet.proxy(victim).cut()
+                self._timers.append((end, self._fleet.proxy(victim).heal))
+            case "fill":
+                assert self._fleet.disk is not None
+                self._fleet.disk.fill()
+                self._timers.append((end, self._fleet.disk.free))
+            case "replace":
+                self._replace(child)
+            case "roll_back":
+                child.send("roll_back")
+        child.send("go", number=strike.number)
+
+    def _kill_at_point(self, child: Child, victim: str, fault: Fault, *, own: bool) -> None:
+        at = time.monotonic() + fault.restart_after_s
+        if victim in SERVERS:
+            server = self._fleet.server(victim)
+            server.kill()
+            self._timers.append((at, server.start))
+            return
+        struck = child if own else self._fleet.child(victim)
+        was_zombie = struck.zombie
+        self._expected_deaths.add(struck.pid)
+        if not own:
+            self.kill(struck)
+        if was_zombie:
+            return
+        if victim.startswith("node"):
+            self._timers.append((at, lambda: self.restart_node(victim)))
+        else:
+            self._timers.append((at, self.restart_trainer))
+
+    def _stall(self, child: Child, victim: str, end: float, *, own: bool) -> None:
+        if victim in SERVERS:
+            server = self._fleet.server(victim)
+            server.stop()
+            self._timers.append((end, server.go_on))
+            return
+        struck = child if own else self._fleet.child(victim)
+        struck.stop(itself=own)
+        self._timers.append((end, struck.go_on))
+
+    def _replace(self, first: Child) -> None:
+        """Hold the trainer still, and start another one beside it, as an operator who takes it for dead."""
+        for trainer in self._fleet.trainers.values():
+            trainer.stop(itself=trainer is first)
+            trainer.zombie = True
+        self._pushes.interrupted()
+        self._totals.restarts += 1
+        self._fleet.start_trainer(self._pushes.checkpoint)
+
+    def kill(self, child: Child) -> None:
+        """SIGKILL, as a fault asks for; nothing that it said before is lost."""
+        self._expected_deaths.add(child.pid)
+        child.kill()
+        self._died(child)
+
+    def restart_node(self, name: str, strikes: Sequence[Strike] | None = None) -> None:
+        """Start a node again; faults that have not come yet may come in the new process."""
+        self._totals.restarts += 1
+        self._fleet.start_node(self._fleet.nodes[name].config.number, self._still_armed(name, strikes))
+
+    def restart_trainer(self) -> None:
+        """Start all ranks again: a training job whose rank is gone starts again from its last checkpoint."""
+        for trainer in self._fleet.trainers.values():
+            self.kill(trainer)
+        self._pushes.interrupted()
+        self._totals.restarts += 1
+        armed = [a for name in self._fleet.trainers for a in self._still_armed(name, None)]
+        self._fleet.start_trainer(self._pushes.checkpoint, armed)
+
+    def _still_armed(self, name: str, strikes: Sequence[Strike] | None) -> list[Any]:
+        process_of = self._fleet.process_of
+        return [
+            s.armed(self.epoch, process_of)
+            for s in (self._strikes if strikes is None else strikes)
+            if s.fired_s is None
+            and s.fault.point.refit == self._pushes.refit
+            and process_of(s.fault.point.taken_by) == name
+        ]

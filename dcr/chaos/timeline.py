@@ -1,0 +1,232 @@
+"""One HTML file that shows a run: a lane a process, and on it what was served, answered, stepped, struck and committed.
+
+It needs nothing beside itself: no script, font or picture is loaded from anywhere, and every name in it is escaped.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from string import Template
+
+from dcr.chaos.journal import REQUESTS, SUFFIX, Entry, answers, entries
+from dcr.chaos.report import RunReport
+
+_PAGE = Path(__file__).with_suffix(".html")
+STEPS_MAX = 20_000
+"""How many steps are drawn; a longer run shows its first ones, and says so."""
+_QUIET_S = 0.05
+"""Longer without an answer than this, and the band of answers has a gap."""
+_LANE_PX = 46
+
+
+@dataclass
+class Lane:
+    """What is drawn in one row.
+
+    Attributes:
+        name: of the process, or of the engine.
+        lives: from when to when a process was there, and which start that was.
+        served: from when to when the gate was open, and at which version.
+        answered: from when to when requests were answered, and with which version.
+        marks: steps and faults.
+    """
+
+    name: str
+    lives: list[tuple[float, float, str]] = field(default_factory=list)
+    served: list[tuple[float, float, str]] = field(default_factory=list)
+    answered: list[tuple[float, float, str]] = field(default_factory=list)
+    marks: list[Entry] = field(default_factory=list)
+
+
+def write_timeline(folder: Path, report: RunReport, began_s: float) -> Path:
+    """Draw a run from the journals in its folder.
+
+    Args:
+        folder: of the run.
+        report: what it came to.
+        began_s: on the monotonic clock: the left edge.
+    """
+    found = {path: list(entries(path)) for path in sorted(folder.glob(f"*{SUFFIX}"))}
+    began_s = min([e.t for some in found.values() for e in some] + [began_s])
+    end = max([e.t for some in found.values() for e in some] + [began_s + 0.001])
+    lanes = _lanes(found, folder, end)
+    commits = sorted(
+        (e.t, e.detail) for some in found.values() for e in some if e.what == "pushed" and e.action != "error"
+    )
+    steps = sorted((e for some in found.values() for e in some if e.what in {"step", "fault"}), key=lambda e: e.t)
+    scale = _Scale(began_s, max(end - began_s, 0.001))
+    page = Template(_PAGE.read_text()).substitute(
+        title=escape(report.name),
+        verdict="ok" if report.ok else "wrong",
+        said="every check held" if report.ok else f"{len(report.problems)} problems",
+        facts=_facts(report),
+        problems="".join(f"<li>{escape(p)}</li>" for p in report.problems),
+        notes="".join(f"<li>{escape(n)}</li>" for n in report.notes),
+        faults=_faults(report),
+        axis=_axis(scale),
+        commits="".join(_commit(scale, t, detail) for t, detail in commits),
+        lanes="".join(_lane(scale, lane) for lane in lanes),
+        height=len(lanes) * _LANE_PX + 24,
+        steps="".join(_step(scale, e) for e in steps[:STEPS_MAX]),
+        cut=f"the first {STEPS_MAX:,} of {len(steps):,} steps" if len(steps) > STEPS_MAX else f"{len(steps):,} steps",
+    )
+    path = folder / "timeline.html"
+    path.write_text(page)
+    return path
+
+
+@dataclass(frozen=True)
+class _Scale:
+    began_s: float
+    long_s: float
+
+    def at(self, t: float) -> str:
+        """Where it is drawn, in percent."""
+        return f"{100 * (t - self.began_s) / self.long_s:.4f}%"
+
+    def wide(self, since: float, until: float) -> str:
+        """How wide it is drawn, in percent."""
+        return f"{max(100 * (until - since) / self.long_s, 0.02):.4f}%"
+
+
+def _lanes(found: dict[Path, list[Entry]], folder: Path, end: float) -> list[Lane]:
+    lanes: dict[str, Lane] = {}
+    starts: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for path, some in found.items():
+        if not some:
+            continue
+        name, _, start = path.stem.rpartition("-")
+        starts[name].append((some[0].t, some[-1].t, start))
+        lanes.setdefault(name, Lane(name))
+        for who in dict.fromkeys(e.who for e in some if e.what == "serving"):
+            engine = lanes.setdefault(_engine(who), Lane(_engine(who)))
+            engine.served += _spans([e for e in some if e.what == "serving" and e.who == who], some[-1].t)
+        for e in some:
+            if e.what in {"step", "fault"}:
+                taker = _engine(e.who) if e.what == "step" and e.who.startswith(("engine", "receiver")) else name
+                lanes.setdefault(taker, Lane(taker)).marks.append(e)
+    for name, lives in starts.items():
+        lives.sort()
+        followed = [*lives, (end, end, "")]
+        lanes[name].lives = [(a[0], min(max(a[1], a[0] + 0.01), b[0]), a[2]) for a, b in pairwise(followed)]
+    for path in sorted(folder.glob(f"*{REQUESTS}")):
+        name = path.stem.rpartition("-")[0]
+        lanes.setdefault(name, Lane(name)).answered += _answered(path)
+    return [lanes[name] for name in sorted(lanes, key=_order)]
+
+
+def _order(name: str) -> tuple[int, str]:
+    return next((n, name) for n, kind in enumerate(("trainer", "node", "engine", "")) if name.startswith(kind))
+
+
+def _engine(who: str) -> str:
+    return f"engine-{who.partition('[')[2].rstrip(']')}"
+
+
+def _spans(serving: Sequence[Entry], end: float) -> Iterable[tuple[float, float, str]]:
+    following = [*serving[1:], None]
+    for e, after in zip(serving, following, strict=True):
+        if e.detail:
+            yield e.t, end if after is None else after.t, e.detail
+
+
+def _answered(path: Path) -> Iterable[tuple[float, float, str]]:
+    since = last = 0.0
+    version = ""
+    for a in answers(path):
+        if version and (str(a.version) != version or a.t - last > _QUIET_S):
+            yield since, last, version
+            version = ""
+        if not version:
+            since, version = a.t, str(a.version)
+        last = a.t
+    if version:
+        yield since, last, version
+
+
+def _hue(version: str) -> int:
+    return (int(version) * 67 + 200) % 360 if version.isdecimal() else 0
+
+
+def _lane(scale: _Scale, lane: Lane) -> str:
+    drawn = []
+    for since, until, start in lane.lives:
+        drawn.append(
+            f'<rect class="life" x="{scale.at(since)}" y="6" width="{scale.wide(since, until)}" height="34" rx="3">'
+            f"<title>{escape(lane.name)}, start {escape(start)}</title></rect>"
+        )
+    for since, until, version in lane.served:
+        drawn.append(
+            f'<rect x="{scale.at(since)}" y="14" width="{scale.wide(since, until)}" height="13" rx="2" '
+            f'fill="hsl({_hue(version)} 55% 55%)"><title>serves version {escape(version)}</title></rect>'
+        )
+    for since, until, version in lane.answered:
+        drawn.append(
+            f'<rect x="{scale.at(since)}" y="8" width="{scale.wide(since, until)}" height="4" '
+            f'fill="hsl({_hue(version)} 70% 40%)"><title>answers with version {escape(version)}</title></rect>'
+        )
+    drawn += [_mark(scale, e) for e in lane.marks[:STEPS_MAX]]
+    svg = f'<svg width="100%" height="{_LANE_PX}">{"".join(drawn)}</svg>'
+    return f'<div class="lane"><b>{escape(lane.name)}</b>{svg}</div>'
+
+
+def _mark(scale: _Scale, e: Entry) -> str:
+    at = scale.at(e.t)
+    if e.what == "fault":
+        return (
+            f'<g class="fault"><rect x="{at}" y="2" width="2.5" height="42"/>'
+            f"<title>{escape(e.action)} at {e.t - scale.began_s:.3f} s, epoch {e.epoch}</title></g>"
+        )
+    told = f"{e.who} {e.action}, epoch {e.epoch}, {e.t - scale.began_s:.3f} s {e.detail}"
+    role = e.who.partition("[")[0]
+    place = f'x="{at}" y="29" width="1.5" height="11"'
+    return f'<rect class="step {escape(role)}" {place}><title>{escape(told)}</title></rect>'
+
+
+def _commit(scale: _Scale, t: float, detail: str) -> str:
+    at = scale.at(t)
+    label = escape(detail.replace("version ", "v"))
+    return (
+        f'<line x1="{at}" x2="{at}" y1="16" y2="100%"/><text x="{at}" y="12" dx="-4" text-anchor="end">{label}</text>'
+    )
+
+
+def _axis(scale: _Scale) -> str:
+    step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1e9) if scale.long_s / s <= 24)  # noqa: PLR2004
+    count = int(scale.long_s / step)
+    return "".join(
+        f'<text x="{100 * n * step / scale.long_s:.4f}%" y="12">{n * step:g} s</text>' for n in range(count + 1)
+    )
+
+
+def _step(scale: _Scale, e: Entry) -> str:
+    row = (f"{e.t - scale.began_s:.3f}", e.who, e.action, str(e.epoch), e.detail)
+    css = ' class="struck"' if e.what == "fault" else ""
+    return f"<tr{css}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+
+
+def _facts(r: RunReport) -> str:
+    facts = {
+        "deployment": r.deployment,
+        "commits": r.commits,
+        "kills": r.kills,
+        "retries": r.retries,
+        "restarts": r.restarts,
+        "answers compared": f"{r.requests:,}",
+        "resident bytes compared": f"{r.bytes_compared:,}",
+        "slowest recovery": f"{r.recovery_s:.1f} s",
+    }
+    return "".join(f"<div><span>{escape(k)}</span><strong>{escape(str(v))}</strong></div>" for k, v in facts.items())
+
+
+def _faults(r: RunReport) -> str:
+    def cell(seconds: float | None) -> str:
+        return "&ndash;" if seconds is None else f"{seconds:.2f} s"
+
+    return "".join(
+        f"<tr><td>{escape(f.what)}</td><td>{cell(f.fired_s)}</td><td>{cell(f.commit_s)}</td><td>{cell(f.recovered_s)}</td></tr>"
+        for f in r.faults
+    )

@@ -1,0 +1,122 @@
+"""A training rank: takes deterministic steps, saves a checkpoint before each push, and pushes."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from dcr.chaos.bits import CHECKPOINT
+from dcr.chaos.child import Line
+from dcr.chaos.hooks import WatchedControlPlane, WatchedDelivery
+from dcr.chaos.model import make, train_step
+from dcr.control_plane.address import open_control_plane
+from dcr.control_plane.interface import ControlPlane
+from dcr.delivery.address import open_delivery
+from dcr.delivery.interface import Delivery
+from dcr.protocol.errors import DcrError
+from dcr.runtime.shared_memory import ROOT
+from dcr.trainer.torch import refit as refit_module
+from dcr.trainer.torch.refit import TrainerRefit
+
+GLOO_TIMEOUT_S = 60
+
+
+def serve_trainer(line: Line) -> None:
+    """Build the rank, say that it is ready, and obey."""
+    config = line.config
+    torch.set_num_threads(1)
+    if config.ranks > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{config.rendezvous}",
+            world_size=config.ranks,
+            rank=config.number,
+        )
+    model = make(config.factory)
+    if config.checkpoint:
+        model.load_state_dict(load_file(Path(config.checkpoint) / CHECKPOINT))
+    _watch(line)
+    refit = TrainerRefit(
+        model,
+        control=config.control,
+        delivery=config.delivery,
+        settings=dict(config.settings),
+        observe=line.trigger.observer("owner", config.number),
+    )
+    line.at_once["roll_back"] = refit.roll_back
+    line.journal.say("ready", who=config.name)
+    line.tell("ready")
+
+    def act(order: dict[str, Any]) -> Any:
+        match order["do"]:
+            case "step":
+                train_step(model, order["seed"], order["rate"])
+                if config.number == 0:
+                    save(model, Path(order["checkpoint"]))
+            case "push":
+                return _push(line, refit, dense=order["dense"])
+            case "abandon":
+                refit.abandon()
+            case "resources":
+                return resources()
+            case other:
+                raise ValueError(f"a trainer takes no order {other!r}")
+        return None
+
+    line.serve(act)
+
+
+def save(model: torch.nn.Module, folder: Path) -> None:
+    """Write a checkpoint; it is whole, or not there."""
+    staged = folder.with_name(f".{folder.name}")
+    staged.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}, staged / CHECKPOINT)
+    staged.rename(folder)
+
+
+def resources() -> dict[str, int]:
+    """What this process holds of what could leak: bytes of memory, threads, files, and files in shared memory."""
+    with Path("/proc/self/status").open() as status:
+        fields = dict(text.split(":", 1) for text in status)
+    opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    shared = [Path(name) for name in opened if name.startswith(f"{ROOT}/dcr-")]
+    return {
+        "memory_bytes": int(fields["VmRSS"].split()[0]) * 1024,
+        "threads": int(fields["Threads"]),
+        "files": len(opened),
+        "shared_files": sum(len(list(folder.iterdir())) for folder in shared if folder.is_dir()),
+    }
+
+
+def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:
+    line.journal.say("push", who="coordinator")
+    try:
+        report = refit.push(dense=dense)
+    except DcrError as e:
+        line.journal.say("pushed", who="coordinator", action="error", detail=str(e)[:500])
+        return {"error": f"{type(e).__name__}: {e}"}
+    line.journal.say("pushed", who="coordinator", action=report.kind, detail=f"version {report.version}")
+    return {
+        "error": "",
+        "version": report.version,
+        "kind": report.kind,
+        "attempts": report.attempts,
+        "members": list(report.members),
+        "failures": list(report.failures),
+        "payload_bytes": report.payload_bytes,
+    }
+
+
+def _watch(line: Line) -> None:
+    """Put the watchers around what the trainer's front door opens: it takes addresses, and offers no other place."""
+
+    def control(address: str) -> ControlPlane:
+        return WatchedControlPlane(open_control_plane(address), line.trigger)
+
+    def delivery(address: str, directory: Any) -> Delivery:
+        store = open_delivery(address, directory)
+        return WatchedDelivery(store, line.trigger, line.config.number, Path(line.config.folder))
+
+    vars(refit_module).update(open_control_plane=control, open_delivery=delivery)

@@ -1,0 +1,130 @@
+"""In a child process: notices that an armed point is reached, and does there what the fault says."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dcr.chaos.journal import Journal
+from dcr.chaos.point import ACTIONS
+from dcr.protocol.step import Step
+
+GO_TIMEOUT_S = 60.0
+"""How long a child waits at a point for the harness to strike somebody else."""
+
+
+class Armed(msgspec.Struct, frozen=True):
+    """A fault whose point is a moment of this process."""
+
+    number: int
+    """Of the fault in its scenario."""
+    role: str
+    index: int
+    kind: str
+    action: str
+    count: int
+    items: int
+    payload: int
+    epoch_min: int
+    """Earlier epochs are let pass."""
+    do: str
+    for_s: float
+    own: bool
+    """Whether it strikes this very process."""
+
+
+class Trigger:
+    """Watches every moment of a process; from any of its threads.
+
+    Args:
+        journal: of the process.
+        tell: sends a message to the harness.
+    """
+
+    def __init__(self, journal: Journal, tell: Callable[..., None]) -> None:
+        self._journal = journal
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._armed: dict[int, Armed] = {}
+        self._seen: dict[int, int] = {}
+        self._go: dict[int, threading.Event] = {}
+        self._write = ""
+
+    def arm(self, armed: list[Armed]) -> None:
+        """Strike at these points, each once, and at no others."""
+        with self._lock:
+            self._armed = {a.number: a for a in armed}
+            self._seen = {}
+
+    def go(self, number: int) -> None:
+        """The harness has struck: go on."""
+        with self._lock:
+            self._go.setdefault(number, threading.Event()).set()
+
+    def observer(self, role: str, index: int) -> Callable[[Step], None]:
+        """For the steps of a role; those of a coordinator, who has the same observer as an owner, are told apart."""
+
+        def observe(step: Step) -> None:
+            taker = "coordinator" if role == "owner" and step.action not in ACTIONS["owner"] else role
+            who = taker if taker == "coordinator" else f"{taker}[{index}]"
+            self._journal.say("step", who=who, action=step.action, epoch=step.epoch, detail=step.detail[:200])
+            self.reached(taker, index, "step", action=step.action, epoch=step.epoch)
+
+        return observe
+
+    def reached(self, role: str, index: int, kind: str, *, action: str = "", epoch: int, payload: int = 0) -> str:
+        """A moment has come.  What the caller has to do: ``error``, ``duplicate``, or nothing."""
+        with self._lock:
+            due = self._due(role, index, kind, action=action, epoch=epoch, payload=payload)
+        if due is None:
+            return ""
+        return self._strike(due, epoch)
+
+    def items(self, index: int, payload: int, epoch: int) -> Armed | None:
+        """The armed fault within this payload's items, which is then the caller's to strike."""
+        with self._lock:
+            return self._due("receiver", index, "items", action="", epoch=epoch, payload=payload)
+
+    def strike(self, armed: Armed, epoch: int) -> str:
+        """Strike now; as ``reached``."""
+        return self._strike(armed, epoch)
+
+    def _due(self, role: str, index: int, kind: str, *, action: str, epoch: int, payload: int) -> Armed | None:
+        for a in self._armed.values():
+            here = (a.role, a.index, a.kind) == (role, index if a.role != "coordinator" else 0, kind)
+            if here and a.action in ("", action) and epoch >= a.epoch_min and a.payload == payload:
+                self._seen[a.number] = self._seen.get(a.number, 0) + 1
+                if self._seen[a.number] == a.count:
+                    return self._armed.pop(a.number)
+        return None
+
+    def _strike(self, a: Armed, epoch: int) -> str:
+        self._journal.say("fault", who=a.role, action=a.do, epoch=epoch, detail=str(a.number))
+        self._tell("fault", number=a.number)
+        if a.own and a.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif a.own and a.do in ("stall", "replace"):
+            # To this thread: one that is sent to the process lets the thread run on for a moment, and write.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # the harness ends that
+        elif a.do == "slow":
+            time.sleep(a.for_s)
+        elif a.do in ("error", "duplicate"):
+            return a.do
+        else:
+            self._wait(a.number)
+        return ""
+
+    def _wait(self, number: int) -> None:
+        with self._lock:
+            event = self._go.setdefault(number, threading.Event())
+        if not event.wait(GO_TIMEOUT_S):
+            self._journal.say("error", detail=f"fault {number}: the harness did not answer in {GO_TIMEOUT_S:g} s")
+
+    @staticmethod
+    def decode(data: list[dict[str, Any]]) -> list[Armed]:
+        """From the harness's message."""
+        return msgspec.convert(data, list[Armed])

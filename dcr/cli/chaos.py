@@ -1,0 +1,189 @@
+"""`dcr chaos`: scripted faults of real processes, and whether a bit was lost."""
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dcr.cli.report import say
+from dcr.cli.spec import SPEC
+from dcr.protocol.errors import RefusedError
+
+FOLDER = Path("run/chaos")
+FAILED = 1
+
+_DESCRIPTION = """\
+Starts a real deployment (trainer ranks, rollout nodes with their engines, and where a scenario wants them SeaweedFS and
+etcd), lets processes die, stall, be cut off or fill their disk at the protocol points that a scenario names, and then
+compares every engine's bits with an untouched twin, every answer with the version on its label, the record's history
+with what it may be, and the event logs with the specification.
+
+  dcr chaos run scenario.yaml       one scenario, or several
+  dcr chaos matrix --quick          a chosen few of those that are shipped, three minutes
+  dcr chaos matrix                  all of them, over transports, gate modes and control planes, pairwise
+  dcr chaos matrix --list           what that is
+  dcr chaos soak --seconds 600      refits under random kills from a seed, then a hundred quiet ones
+  dcr chaos bugs                    the harness put to the proof: it must notice each bug that is built in on purpose
+
+docs/chaos.md says how a scenario is written, with models of your own too, and how results are read."""
+
+_EPILOG = """\
+exit status: 0 every check held; 1 one did not, and what the run left is named; 2 the command line is wrong;
+3 a scenario was refused"""
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("0 or more")
+    return number
+
+
+def add(commands: Any) -> None:
+    """Add `chaos` to the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "chaos",
+        help="kill, stall and cut off real processes at protocol points, and check every bit",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="run|matrix|soak|bugs")
+    one = kinds.add_parser("run", help="run scenarios from files")
+    one.add_argument("files", nargs="+", type=Path, metavar="FILE", help="scenarios, YAML")
+    matrix = kinds.add_parser("matrix", help="run the scenarios that are shipped")
+    matrix.add_argument("--quick", action="store_true", help="a chosen few, about three minutes")
+    matrix.add_argument("--list", action="store_true", help="list them, and run nothing")
+    matrix.add_argument("--only", metavar="TEXT", help="those whose name or faults have this text in them")
+    matrix.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the combinations and the steps (0)")
+    soak = kinds.add_parser("soak", help="refits for long, under random kills")
+    soak.add_argument("--seconds", type=float, default=300.0, metavar="N", help="how long faults go on (300)")
+    soak.add_argument("--seed", type=_seed, default=0, metavar="N", help="of steps and faults (0)")
+    soak.add_argument("--gate", choices=("sync", "async"), default="sync", help="gate mode (sync)")
+    bugs = kinds.add_parser("bugs", help="put the harness to the proof")
+    for each in (one, matrix, soak, bugs):
+        each.set_defaults(run=run, command_name=f"chaos {each.prog.split()[-1]}")
+        each.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help=f"what runs leave ({FOLDER})")
+        each.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
+    for each in (one, matrix, soak):
+        each.add_argument("--spec", type=Path, default=SPEC, metavar="DIR", help=f"of the specification ({SPEC})")
+        each.add_argument("--no-logs", action="store_true", help="do not hold event logs to the specification")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Run what was asked for.
+
+    Raises:
+        RefusedError: a scenario is not what it should be, or there is none to run.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))  # on the way out every process is ended
+    if options.kind == "bugs":
+        return _bugs(options)
+    if options.kind == "soak":
+        return _soak(options)
+    from dcr.chaos.matrix import full_matrix, quick_matrix  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.scenario import read_scenario  # noqa: PLC0415
+
+    if options.kind == "run":
+        return _run(options, [read_scenario(file) for file in options.files])
+    scenarios = quick_matrix(options.seed) if options.quick else full_matrix(options.seed)
+    if options.only:
+        scenarios = [s for s in scenarios if options.only in s.name or any(options.only in str(f) for f in s.faults)]
+        if not scenarios:
+            raise RefusedError(f"--only {options.only!r}: no shipped scenario has that in it; see --list")
+    if not options.list:
+        return _run(options, scenarios)
+    for s in scenarios:
+        say(s.name)
+        for fault in s.faults:
+            say(f"    {fault}")
+    faults = sum(len(s.faults) for s in scenarios)
+    say(f"{len(scenarios)} scenarios, {faults} faults")
+    return {"ok": True, "scenarios": [msgspec.to_builtins(s) for s in scenarios]}
+
+
+class _Screen:
+    """A table that grows while runs go on; on a terminal, below it what the present one is at."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._began = time.monotonic()
+
+    def tell(self, text: str) -> None:
+        line = f"[{time.monotonic() - self._began:6.1f} s] {text}"
+        if self._live:
+            print(f"\r\x1b[K{line[:150]}", end="", flush=True)  # noqa: T201 - a line that the next one replaces
+        else:
+            say(line)
+
+    def row(self, text: str) -> None:
+        if self._live:
+            print("\r\x1b[K", end="")  # noqa: T201
+        say(text)
+
+
+def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
+    from dcr.chaos.execute import execute_all  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.report import HEADER, RunReport, Totals, details, row  # noqa: PLC0415
+
+    began = time.monotonic()
+    screen = _Screen()
+    screen.row(HEADER)
+
+    def done(report: RunReport) -> None:
+        screen.row(row(report))
+        for line in details(report):
+            screen.row(line)
+
+    spec = None if options.no_logs else options.spec.absolute()
+    reports = execute_all(scenarios, options.folder.absolute(), spec, screen.tell, done)
+    totals = Totals.of(reports, time.monotonic() - began)
+    screen.row(str(totals))
+    failed = [r for r in reports if not r.ok]
+    for r in failed:
+        screen.row(f"WRONG  {r.name}: {r.folder}")
+    ok = not failed and totals.runs > 0
+    return {"ok": ok, "totals": msgspec.to_builtins(totals), "runs": msgspec.to_builtins(reports)}
+
+
+def _soak(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.chaos.execute import report_of, validated  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.report import HEADER, details, row  # noqa: PLC0415
+    from dcr.chaos.soak import Soak  # noqa: PLC0415
+
+    screen = _Screen()
+
+    def tell(text: str) -> None:
+        if not text.endswith("committed, relative"):  # of what goes as it should, the count at the end is enough
+            screen.tell(text)
+
+    soak = Soak(options.folder.absolute() / "soak", options.seconds, options.seed, options.gate, tell)
+    soak.soak()
+    report = report_of(soak.run)
+    if not options.no_logs:
+        report = validated(report, options.spec.absolute())
+    screen.row(HEADER)
+    screen.row(row(report))
+    for line in details(report):
+        screen.row(line)
+    if report.ok:
+        screen.row(f"{soak.refits} refits, each of them bit for bit a dense load, the last hundred without a restart")
+    return {"ok": report.ok, "refits": soak.refits, "run": msgspec.to_builtins(report)}
+
+
+def _bugs(options: argparse.Namespace) -> dict[str, Any]:
+    from dcr.chaos.bugs import BUGS  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.execute import execute  # noqa: PLC0415
+
+    screen, found = _Screen(), {}
+    for name, bug in BUGS.items():
+        screen.tell(f"{name}: {bug.sentence}")
+        report = execute(bug.scenario, options.folder.absolute() / f"bug-{name}", screen.tell, name)
+        noticed = next((p for p in report.problems if bug.notices in p), "")
+        found[name] = noticed
+        screen.row(f"{'caught' if noticed else 'MISSED':8}{name:24}{bug.sentence}: {noticed or report.problems}")
+    return {"ok": all(found.values()), "bugs": found}

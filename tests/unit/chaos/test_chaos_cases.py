@@ -1,0 +1,73 @@
+"""The shipped scenarios: every point of every role, every pair of settings, and the chosen few."""
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcr.chaos.cases import CASES, CONTROLS, GATES, NOT_SHIPPED, TRANSPORTS
+from dcr.chaos.matrix import QUICK, full_matrix, quick_matrix
+from dcr.chaos.pairwise import cover
+from dcr.chaos.point import ACTIONS
+
+
+def pairs(choice):
+    return set(combinations(sorted(choice.items()), 2))
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(0, 3))
+def test_every_pair_that_may_be_is_covered(sizes, seed):
+    factors = {f"f{n}": list(range(size)) for n, size in enumerate(sizes)}
+
+    def allowed(c):
+        return (c["f0"] + c["f1"]) % 3 != 2
+
+    wanted = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    found = cover(factors, allowed, seed)
+    assert all(allowed(c) for c in found)
+    assert set().union(*map(pairs, found)) == set().union(*(pairs(c) for c in wanted if allowed(c)))
+    assert len(found) <= len([c for c in wanted if allowed(c)])
+
+
+def test_a_seed_decides_everything():
+    assert full_matrix(1) == full_matrix(1)
+    assert full_matrix(1) != full_matrix(2)
+
+
+def test_every_point_of_every_role_is_shipped():
+    struck = {
+        (f.point.taken_by.role, f.point.action) for s in full_matrix() for f in s.faults if f.point.kind == "step"
+    }
+    every = {(role, action) for role, actions in ACTIONS.items() for action in actions}
+    missing = every - struck
+    assert {action for _, action in missing} == set(NOT_SHIPPED)
+
+
+def test_every_case_is_combined_with_every_setting_that_it_can_have():
+    ran = {
+        (f.at.split(" in refit ")[0], setting)
+        for s in full_matrix()
+        for f in s.faults
+        for setting in (s.deployment.transport, s.deployment.control, s.deployment.gate)
+    }
+    for case in CASES:
+        for setting in (*case.transports, *case.controls, *case.gates):
+            assert (case.faults[-1].at.split(" in refit ")[0], setting) in ran, (case.name, setting)
+    met = {(s.deployment.transport, s.deployment.control, s.deployment.gate) for s in full_matrix()}
+    assert met == set(product(TRANSPORTS, CONTROLS, GATES))
+
+
+def test_the_quick_ones_are_all_transports_gates_controls_and_roles():
+    scenarios = quick_matrix()
+    assert {s.deployment.transport for s in scenarios} == set(TRANSPORTS)
+    assert {s.deployment.control for s in scenarios} == set(CONTROLS)
+    assert {s.deployment.gate for s in scenarios} == set(GATES)
+    assert len(scenarios) == len(QUICK)
+    roles = {f.point.taken_by.role for s in scenarios for f in s.faults}
+    assert roles == {"coordinator", "owner", "engine", "receiver"}
+
+
+@pytest.mark.parametrize("scenarios", [quick_matrix(), full_matrix()])
+def test_names_are_folders_of_their_own(scenarios):
+    assert len({s.name for s in scenarios}) == len(scenarios)

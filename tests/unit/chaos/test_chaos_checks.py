@@ -1,0 +1,189 @@
+"""The checks of a run, each given what it must not accept; and a page that says hostile names as they are."""
+
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcr.chaos.bits import Twins, combined, load, stored_bits
+from dcr.chaos.checks import Checks
+from dcr.chaos.journal import Journal, entries
+from dcr.chaos.model import make, train_step
+from dcr.chaos.report import FaultReport, RunReport
+from dcr.chaos.timeline import write_timeline
+from dcr.control_plane.interface import HistoryEntry
+from dcr.protocol.errors import RefusedError
+from dcr.rollout.node import describe
+
+ENGINE = "dcr.chaos.model:served"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder with three checkpoints, and its checks."""
+    policy = make("dcr.chaos.model:policy")
+    digests = {}
+    for name in ("v0", "c1", "c2"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        state = {n: t.detach().clone() for n, t in policy.state_dict().items()}
+        save_file(state, folder / "model.safetensors")
+        digests[name] = describe(iter(state.items()))[1]
+        train_step(policy, len(digests), 0.2)
+    checks = Checks(tmp_path, Twins(ENGINE))
+    checks.versions = {0: tmp_path / "checkpoints/v0", 1: tmp_path / "checkpoints/c1"}
+    return SimpleNamespace(folder=tmp_path, checks=checks, digests=digests)
+
+
+def engine(run, name="v0"):
+    model = make(ENGINE)
+    load(model, run.folder / "checkpoints" / name)
+    return model
+
+
+def test_one_flipped_bit_is_noticed(run):
+    model = engine(run, "c1")
+    shown = {"version": 1, "bits": stored_bits(model), "bytes": 10}
+    run.checks.bits({"engine-0": shown}, 1)
+    assert run.checks.problems == []
+    assert run.checks.bytes == 10
+    model.qk.view(torch.int16)[3, 3] ^= 1
+    run.checks.bits({"engine-0": {**shown, "bits": stored_bits(model)}}, 1)
+    run.checks.bits({"engine-0": {**shown, "version": 0}}, 1)
+    assert run.checks.problems == [
+        "engine-0: other bits than version 1 in qk",
+        "engine-0 serves version 0, and 1 is committed",
+    ]
+
+
+def test_a_buffer_or_a_name_more_is_noticed(run):
+    bits = stored_bits(engine(run))
+    run.checks.bits({"e": {"version": 0, "bits": {**bits, "more": ""}, "bytes": 1}}, 0)
+    assert run.checks.problems == ["e: other bits than version 0 in more"]
+    assert "table" in bits
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["0", "1"], ""),
+        (["0", "1", "0"], "answered with version 0 after 1, 1 times"),
+        (["0", "7"], "answered with version 7, which was never committed, 1 times"),
+        (["0 torn", "0 torn"], "answered from storage that is not version 0, 2 times"),
+    ],
+)
+def test_requests_are_held_to_their_labels(run, lines, said):
+    whole = {v: combined(run.checks._twins.bits(c)) for v, c in run.checks.versions.items()}
+    text = ""
+    for line in lines:
+        version, _, digest = line.partition(" ")
+        text += f"1.5 {version} {digest or whole.get(int(version), 'x')}\n"
+    (run.folder / "engine-0-1.requests").write_text(text + "1.6 0 cut in the mid")
+    run.checks.requests()
+    assert run.checks.answers == len(lines)
+    assert run.checks.problems == ([f"engine-0-1: {said}"] if said else [])
+
+
+def entry(revision, reason, version, digest="", operation=None):
+    return HistoryEntry(revision, operation or f"op-{revision}", "leader", reason, 0.0, version, digest)
+
+
+def test_history_rises_by_one(run):
+    d = run.digests
+    good = [
+        entry(1, "CreateRecord", 0),
+        entry(2, "OpenAttempt", 0),
+        entry(3, "Commit", 1, d["c1"]),
+        entry(4, "Admit", 1),
+    ]
+    record = SimpleNamespace(version=1)
+    run.checks.history(good, record)
+    run.checks.history([*good, entry(5, "Commit", 1, d["c1"])], record)  # of a rollback: nothing is new
+    assert run.checks.problems == []
+    bad = {
+        "from revision 2 to 4": [good[0], good[1], good[3]],
+        "makes version 1 of 1": [*good, entry(5, "Commit", 1, d["v0"])],
+        "version 1 has two winners: c1 and c2": [*good, entry(5, "Commit", 1, d["c2"])],
+        "makes version 2 of 0": [good[0], entry(2, "Commit", 2, d["c2"])],
+        "makes version 0 of 1": [*good, entry(5, "Admit", 0)],
+        "is none of the trainer's checkpoints": [*good, entry(5, "Commit", 2, "beef")],
+        "operation op-3 made 2 revisions": [*good, entry(5, "Admit", 1, operation="op-3")],
+        "the record is at version 1, and its history at 0": good[:2],
+    }
+    for said, entries_ in bad.items():
+        run.checks.problems.clear()
+        run.checks.history(entries_, record)
+        assert any(said in p for p in run.checks.problems), (said, run.checks.problems)
+
+
+def test_a_model_that_is_none_is_named():
+    for factory, said in (
+        ("dcr.nothing:x", "No module"),
+        ("dcr.chaos.model:nope", "nope"),
+        ("builtins:dict", "not a torch"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            make(factory)
+
+
+def test_a_step_is_the_same_for_the_same_seed():
+    one, other, third = (make("dcr.chaos.model:policy") for _ in range(3))
+    train_step(one, 5, 0.1)
+    train_step(other, 5, 0.1)
+    train_step(third, 6, 0.1)
+    assert stored_bits(one) == stored_bits(other) != stored_bits(third)
+    assert one.embed.isnan().any()
+
+
+class Reader(HTMLParser):
+    """Collects tags and what loads something."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.loads = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [(name, value) for name, value in attrs if name in ("src", "href", "action", "data")]
+
+
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror=y>$verdict ${title} \"'"
+
+
+def test_a_hostile_name_is_shown_and_does_nothing(tmp_path):
+    journal = Journal(tmp_path / "node-0-1.journal")
+    journal.say("start", who="node-0")
+    journal.say("step", who="receiver[0]", action=HOSTILE, epoch=3, detail=HOSTILE)
+    journal.say("serving", who="engine[0]", detail="4")
+    journal.say("fault", who="receiver[0]", action="kill", detail=HOSTILE)
+    trainer = Journal(tmp_path / "trainer-0-1.journal")
+    trainer.say("pushed", who="coordinator", action="relative", detail=f"version {HOSTILE}")
+    (tmp_path / "engine-0-1.requests").write_text("1.0 4 abc\n")
+    began = next(iter(entries(tmp_path / "node-0-1.journal"))).t
+    report = RunReport(
+        name=HOSTILE,
+        ok=False,
+        deployment=HOSTILE,
+        folder=str(tmp_path),
+        problems=(HOSTILE,),
+        notes=(HOSTILE,),
+        faults=(FaultReport(HOSTILE, 0.1, None, None),),
+    )
+    page = write_timeline(tmp_path, report, began).read_text()
+    reader = Reader()
+    reader.feed(page)
+    assert reader.tags.count("script") == 1
+    assert "img" not in reader.tags
+    assert reader.loads == []
+    assert "http" not in page.replace("http-equiv", "")
+    assert "<script>alert" not in page
+
+
+def test_a_half_written_entry_is_left_out(tmp_path):
+    journal = Journal(tmp_path / "a.journal")
+    journal.say("start", who="x")
+    with (tmp_path / "a.journal").open("a") as file:
+        file.write('{"t":1,"wh')
+    assert [e.what for e in entries(tmp_path / "a.journal")] == ["start"]

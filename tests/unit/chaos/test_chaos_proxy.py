@@ -1,0 +1,64 @@
+"""The proxy that cuts somebody off."""
+
+import socket
+import socketserver
+import threading
+
+import pytest
+
+from dcr.chaos.proxy import Proxy
+
+
+class Echo(socketserver.StreamRequestHandler):
+    def handle(self):
+        while line := self.rfile.readline():
+            self.wfile.write(line)
+
+
+@pytest.fixture
+def proxied():
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    proxy = Proxy(lambda: server.server_address)
+    yield proxy
+    proxy.close()
+    server.shutdown()
+    server.server_close()
+
+
+def connect(proxy):
+    s = socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
+    s.settimeout(0.5)
+    return s
+
+
+def test_nothing_passes_while_it_is_cut_and_all_does_before_and_after(proxied):
+    with connect(proxied) as s:
+        s.sendall(b"one\n")
+        assert s.recv(10) == b"one\n"
+        proxied.cut()
+        s.sendall(b"two\n")
+        with pytest.raises(TimeoutError):
+            s.recv(10)
+        with connect(proxied) as other:
+            other.sendall(b"three\n")
+            with pytest.raises(TimeoutError):
+                other.recv(10)
+        proxied.heal()
+        s.settimeout(5)
+        assert s.recv(10) in (b"", b"two\n")  # what hung is broken off
+    with connect(proxied) as s:
+        s.settimeout(5)
+        s.sendall(b"four\n")
+        assert s.recv(10) == b"four\n"
+
+
+def test_nobody_there_is_a_connection_that_ends():
+    proxy = Proxy(lambda: None)
+    with connect(proxy) as s:
+        s.settimeout(5)
+        assert s.recv(1) == b""
+    proxy.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(proxy)

@@ -1,0 +1,156 @@
+"""Scenarios and points: what is read, and what a wrong one is told."""
+
+import contextlib
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcr.chaos.point import ACTIONS, WRITES, Point, Who
+from dcr.chaos.scenario import Deployment, Do, Fault, Scenario, parse_scenario, read_scenario
+from dcr.protocol.errors import RefusedError
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+GOOD = """
+name: two engines
+deployment:
+  trainer: {ranks: 2, refits: 3, rate: 0.1}
+  engines: 3
+  nodes: [2, 1]
+  gate: async
+  settings: {ack_timeout_s: 4.0}
+faults:
+  - at: receiver[1] after 3 items of payload 2 in attempt 2
+    restart_after_s: 0.5
+  - at: coordinator between CAS sent and answered of Commit in refit 2
+  - {at: "owner[0] before payload 1 in refit 3", who: store, do: fill, for_s: 1.5}
+"""
+
+
+def test_a_scenario_is_read():
+    s = parse_scenario(GOOD.encode())
+    assert s.deployment.engines_of_nodes == ((0, 1), (2,))
+    assert s.deployment.all_settings["ack_timeout_s"] == 4.0
+    assert s.deployment.all_settings["gate_mode"] == "async"
+    assert [str(f) for f in s.faults] == [
+        "kill: receiver[1] after 3 items of payload 2 in attempt 2",
+        "kill: coordinator between CAS sent and answered of Commit in refit 2",
+        "fill 1.5 s store: owner[0] before payload 1 in refit 3",
+    ]
+    assert s.faults[0].point == Point(
+        Who("receiver", 1), "items", items=3, payload=2, attempt=2, refit=1, restore=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("engines: 3", "engine: 3", r"unknown field `engine`.*did you mean engines\?"),
+        ("refits: 3", "refitz: 3", r"unknown field `refitz`.*did you mean refits\?"),
+        ("engines: 3", "engines: 2", r"they hold 3 engines, and engines is 2"),
+        ("gate: async", "gate: half", r"half.*deployment.gate"),
+        ("ack_timeout_s", "ack_timeout", r"settings.*ack_timeout.*did you mean ack_timeout_s"),
+        ("receiver[1] after", "receiver[7] after", r"there is no receiver\[7\]; receiver\[2\] is the last"),
+        ("in refit 2", "in refit 9", r"there are 3 refits"),
+        ("in attempt 2", "in restore", r"in restore goes from refit 2 on"),
+        ("of payload 2", "of payload x", r"is no point; a point is"),
+        ("of Commit", "of Seal", r"'Seal' writes no record"),
+        ("receiver[1] after", "receiver[1] at Comit, after", r"says nothing here"),
+        ("do: fill, for_s: 1.5", "do: fill", r"for_s belongs to"),
+        ("do: fill", "do: explode", r"explode"),
+        ("who: store, do: fill, for_s: 1.5", "do: partition, for_s: 1", r"owner\[0\] cannot be cut off"),
+        ("who: store, do: fill, for_s: 1.5", "who: store", r"there is no store process"),
+        ("who: store, do: fill, for_s: 1.5", "who: etcd", r"there is no etcd"),
+        ("who: store, do: fill, for_s: 1.5", "push_error: x", r"push_error and operator come together"),
+        ("rate: 0.1", "rate: 7", r"rate: 7.* is not from 0 to 1"),
+        ("name: two engines", "name: ''", r"1 to 100 printable characters"),
+    ],
+)
+def test_a_wrong_scenario_is_told_what_is_wrong(old, new, said):
+    assert GOOD.count(old) == 1
+    with pytest.raises(RefusedError, match=said):
+        parse_scenario(GOOD.replace(old, new).encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- 1\n- 2", "must be a mapping"),
+        ("a: [", "no YAML"),
+        ("\x00", "no YAML"),
+        ("!!python/object:os.system x", "no YAML"),
+    ],
+)
+def test_what_is_no_scenario_is_refused_with_its_file(tmp_path, text, said):
+    path = tmp_path / "s.yaml"
+    path.write_text(text)
+    with pytest.raises(RefusedError, match=f"{re.escape(str(path))}.*{said}"):
+        read_scenario(path)
+    with pytest.raises(RefusedError, match="No such file"):
+        read_scenario(tmp_path / "none.yaml")
+
+
+def test_the_actions_of_each_role_are_those_of_the_protocol():
+    rows = re.findall(
+        r"^\| `(\w+)` \| (coordinator|owner|node|receiver) \|", (DOCS / "protocol.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 40
+    documented = {role: {a for a, r in rows if r == role} for role in ("coordinator", "owner", "node", "receiver")}
+    documented["engine"] = documented.pop("node")
+    assert {role: set(actions) for role, actions in ACTIONS.items()} == documented
+
+
+def test_the_page_shows_a_scenario_and_names_every_key():
+    page = (DOCS / "chaos.md").read_text()
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(parse_scenario(shown.encode()).faults) == 3
+    for struct in (Scenario, Deployment, Fault):
+        for key in set(struct.__struct_fields__) - {"deployment"}:
+            assert re.search(rf"`(deployment\.)?{key}`", page), key
+    for what in get_args(Do):
+        assert f"| `{what}` |" in page
+
+
+@st.composite
+def points(draw):
+    numbers = st.integers(0, 999)
+    attempt, refit = draw(st.integers(1, 99)), draw(st.integers(0, 99))
+    restore = draw(st.booleans())
+    when = {"attempt": attempt, "refit": refit, "restore": restore}
+    kind = draw(st.sampled_from(["step", "items", "payload", "manifest", "request", "cas_sent", "cas_done"]))
+    if kind == "step":
+        role = draw(st.sampled_from(sorted(ACTIONS)))
+        who = Who(role, 0 if role == "coordinator" else draw(numbers))
+        return Point(who, kind, draw(st.sampled_from(ACTIONS[role])), count=draw(st.integers(1, 999)), **when)
+    if kind == "items":
+        return Point(Who("receiver", draw(numbers)), kind, items=draw(numbers), payload=draw(numbers), **when)
+    if kind == "request":
+        return Point(Who("engine", draw(numbers)), kind, **when)
+    if kind in ("payload", "manifest"):
+        role = draw(st.sampled_from(["owner", "store"]))
+        payload = draw(numbers) if kind == "payload" else 0
+        return Point(Who(role, draw(numbers) if role == "owner" else 0), kind, payload=payload, **when)
+    return Point(
+        Who(draw(st.sampled_from(["coordinator", "etcd"]))), kind, draw(st.sampled_from(["", *WRITES])), **when
+    )
+
+
+@given(points())
+def test_a_point_says_what_it_is(point):
+    assert Point.parse(str(point)) == point
+
+
+@given(st.text(max_size=60))
+def test_no_text_is_more_than_refused(text):
+    with contextlib.suppress(RefusedError):
+        Point.parse(text)
+
+
+def test_a_server_is_struck_at_a_moment_of_its_users():
+    assert Point.parse("store during manifest").taken_by == Who("owner")
+    assert Point.parse("etcd between CAS sent and answered").taken_by == Who("coordinator")
+    assert Point.parse("store at BeginWrite").taken_by == Who("receiver")
