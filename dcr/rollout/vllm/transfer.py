@@ -56,7 +56,7 @@ from dcr.runtime.rank_messages import (
     decode_answer,
     encode,
 )
-from dcr.runtime.reception import StoreInbox
+from dcr.runtime.store_inbox import StoreInbox
 from dcr.runtime.transfer import TransferAttempt
 
 ENGINE = "vllm"

@@ -16,9 +16,10 @@ from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Base, Kind, PayloadIdentity
 from dcr.protocol.messages import Prepare
 from dcr.protocol.record import OwnerRef
-from dcr.runtime.reception import Reception, StoreInbox
+from dcr.runtime.reception import Reception
 from dcr.runtime.settings import Settings
 from dcr.runtime.shared_memory import SharedMemory, read_shared
+from dcr.runtime.store_inbox import StoreInbox
 
 OWNER = OwnerRef("rank-0", 7)
 
