@@ -18,7 +18,7 @@ from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
 from dcr.protocol.messages import OpenApply, StorageState
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankState
-from dcr.protocol.record import CommitRecord, decode_record
+from dcr.protocol.record import CommitRecord, Member, decode_record
 from dcr.runtime.catch_up_plan import CannotCatchUpError, Plan, plan
 from dcr.runtime.committed_attempt import CommittedAttempt
 from dcr.runtime.fetch import Answers, Fetch
@@ -51,9 +51,8 @@ class CatchUp:
     the record knows holds nothing that is known meanwhile.
 
     Args:
-        engine: its name.
+        engine: which one.
         record_id: the record.
-        incarnation: of the engine.
         control: where K is.
         inbox: the delivery store.
         ranks: of the engine, attached to.
@@ -65,12 +64,10 @@ class CatchUp:
         doing: what the engine does instead of joining, for people; empty if nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - what it stands between
         self,
-        engine: str,
+        engine: Member,
         record_id: str,
-        incarnation: int,
-        *,
         control: ControlPlane,
         inbox: Inbox,
         ranks: Ranks,
@@ -78,9 +75,9 @@ class CatchUp:
         settings: Settings,
         stop: threading.Event,
     ) -> None:
-        self._engine = engine
+        self._engine = engine.engine
+        self._incarnation = engine.incarnation
         self._record_id = record_id
-        self._incarnation = incarnation
         self._control = control
         self._inbox = inbox
         self._ranks = ranks

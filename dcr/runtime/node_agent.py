@@ -18,7 +18,7 @@ from dcr.protocol.event import EVENT_LOG_VERSION, Start
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import CompareContents, OpenApply, Report, decode_order, encode_message
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankStaged, RankState
-from dcr.protocol.record import decode_record
+from dcr.protocol.record import Member, decode_record
 from dcr.protocol.step import Step
 from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.channel import Peer
@@ -121,22 +121,16 @@ class NodeAgent:
         self._warned = ""
         self._loaded = threading.Event()  # what storage holds when the engine joins is there
         self._catch_up = CatchUp(
-            name,
-            record_id,
-            self.attached.incarnation,
-            control=control,
-            inbox=inbox,
-            ranks=self._ranks,
-            storage=self._storage,
-            settings=settings,
-            stop=self._stop,
-        )
+            Member(name, self.attached.incarnation), record_id, control, inbox, self._ranks, self._storage, settings,
+            self._stop,
+        )  # fmt: skip
         self._events: queue.Queue[Arrived | Connected | Looked | Asked | Tables] = queue.Queue(settings.events_max)
         self._spoke = Spoke(
             record_secret(secret, record_id),
             Peer("node", name, self.attached.incarnation),
             lambda data: self._events.put(Arrived(data), timeout=settings.connect_timeout_s),
-            resolve=self._leader_address,
+            # Not before there is something to tell it.
+            resolve=lambda: leader_address(control, record_id) if self._loaded.wait() else None,
             credentials=credentials,
             on_connect=lambda: self._events.put(Connected(), timeout=settings.connect_timeout_s),
         )
@@ -261,11 +255,6 @@ class NodeAgent:
             self._event_log.start(Start(EVENT_LOG_VERSION, self._record_id, ranks=ranks, state=state))
             self._loaded.set()
 
-    def _leader_address(self) -> str | None:
-        """Where the leader listens; not before there is something to tell it."""
-        self._loaded.wait()
-        return leader_address(self._control, self._record_id)
-
     def _leave(self) -> None:
         """Serve no more, and let nobody wait for orders that nobody obeys."""
         self._fetch = None
@@ -285,7 +274,7 @@ class NodeAgent:
             case Looked():
                 self._meeting.found(event.problem)
             case Asked():
-                self._answer(event.answer)
+                self._storage.answer(event.answer, self._role.applying is not None, self._progress.why)
             case Tables():
                 self._compare(event)
             case Arrived():
@@ -303,9 +292,6 @@ class NodeAgent:
             _log.warning("order refused: %s", e)
 
     def _compare(self, event: Tables) -> None:
-        if isinstance(event.found, DcrError):
-            self._send(self._storage.refusal(event.order, f"the owners' digests could not be read: {event.found}"))
-            return
         answer = self._storage.compare(event.order, event.found)
         self._send(answer)
         if error := self._storage.error(answer):
@@ -382,17 +368,6 @@ class NodeAgent:
             return
         # The step is said before the gate opens: a watcher that stops the process at it finds the gate closed.
         self._do(effects)
-
-    def _answer(self, answer: Future[ReadbackReport]) -> None:
-        state = self._ranks.state
-        if state.torn_by or not state.content_digest or self._role.applying is not None:
-            answer.set_exception(RefusedError(f"engine {self._name} holds no version now: {self._progress.why()}"))
-            return
-        try:
-            answer.set_result(self._storage.read_back())
-        except DcrError as e:
-            answer.set_exception(e)
-            raise
 
     def _read_record(self) -> None:
         asked_at = time.monotonic()  # it may be no newer than this when it comes

@@ -3,10 +3,12 @@
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.data_plane.item import TensorSpec
+from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.messages import CompareContents, ContentsCompared, cut
 from dcr.runtime.contents import WAY_OUT, EngineContents, ReadbackError, ReadbackReport, named
 from dcr.runtime.rank_messages import Contents, ReadBack
@@ -59,22 +61,42 @@ class StorageCheck:
         _log.info("engine %s was read back in %.3f s: %s", self._name, time.perf_counter() - started, report)
         return report
 
+    def answer(self, asked: Future[ReadbackReport], applying: bool, why: Callable[[], str]) -> None:
+        """Answer somebody who wants to know what storage holds.  Raises as ``read_back``.
+
+        Args:
+            asked: gets the report, or the error.
+            applying: whether an attempt may be writing.
+            why: what an engine that holds no version waits for.
+        """
+        state = self._ranks.state
+        if state.torn_by or not state.content_digest or applying:
+            asked.set_exception(RefusedError(f"engine {self._name} holds no version now: {why()}"))
+            return
+        try:
+            asked.set_result(self.read_back())
+        except DcrError as e:
+            asked.set_exception(e)
+            raise
+
     def holds(self, version: int, content_digest: str) -> None:
         """Compare storage with a version, whatever it is taken to hold.  Raises as ``read_back``."""
         started = time.perf_counter()
         report = self._contents().compare(version, content_digest, None)
         _log.info("engine %s was read back in %.3f s: %s", self._name, time.perf_counter() - started, report)
 
-    def compare(self, order: CompareContents, owners: Mapping[str, ContentDigest]) -> ContentsCompared:
+    def compare(self, order: CompareContents, owners: Mapping[str, ContentDigest] | DcrError) -> ContentsCompared:
         """Compare storage with the owners' digests, tensor by tensor.
 
         Args:
             order: the leader's.
-            owners: what every canonical tensor of the committed version digests to.
+            owners: what every canonical tensor of the committed version digests to, or why that could not be read.
 
         Raises:
             RankLostError: a rank did not answer.
         """
+        if isinstance(owners, DcrError):
+            return self.refusal(order, f"the owners' digests could not be read: {owners}")
         state = self._ranks.state
         if state.torn_by or state.version != order.version:
             held = "no known version" if state.version is None else f"version {state.version}"

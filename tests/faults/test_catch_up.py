@@ -15,6 +15,7 @@ from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.committed_attempt import CommittedAttempt
 from tests.faults.engine_process import EngineProcess, Kill
 from tests.faults.models import Served, dense
+from tests.faults.test_transports import Relayed
 from tests.faults.thread_fleet import WAIT_S, flip, forge, rewrite
 
 
@@ -322,6 +323,20 @@ def test_it_waits_no_longer_than_it_may_for_an_attempt_that_does_not_end(fleet_o
     go_on()
     pushing.join(WAIT_S)
     fleet.check(late)
+
+
+def test_a_relay_keeps_nothing_and_that_is_told(tmp_path, told):
+    fleet = Relayed(tmp_path, {}, "heartbeat_s=0.5&peer_timeout_s=8")
+    try:
+        fleet.check(fleet.engine("a"))
+        pushed(fleet, 1)
+        fleet.check(fleet.engine("late"))
+        assert restores(fleet) == 1
+        assert (
+            "engine late does not catch up by what is kept, so it is restored: a relay keeps no payloads" in told.text
+        )
+    finally:
+        fleet.close()
 
 
 def killed_amid(fleet, kills):
