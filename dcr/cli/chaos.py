@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dcr.cli.report import say
-from dcr.cli.spec import SPEC
+from dcr.cli.spec import SPEC, spec_folder
 from dcr.protocol.errors import RefusedError
 
 FOLDER = Path("run/chaos")
@@ -43,6 +43,13 @@ def _seed(text: str) -> int:
     return number
 
 
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 7 * 86400:
+        raise argparse.ArgumentTypeError("more than 0, and at most a week")
+    return number
+
+
 def add(commands: Any) -> None:
     """Add `chaos` to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -61,7 +68,7 @@ def add(commands: Any) -> None:
     matrix.add_argument("--only", metavar="TEXT", help="those whose name or faults have this text in them")
     matrix.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the combinations and the steps (0)")
     soak = kinds.add_parser("soak", help="refits for long, under random kills")
-    soak.add_argument("--seconds", type=float, default=300.0, metavar="N", help="how long faults go on (300)")
+    soak.add_argument("--seconds", type=_seconds, default=300.0, metavar="N", help="how long faults go on (300)")
     soak.add_argument("--seed", type=_seed, default=0, metavar="N", help="of steps and faults (0)")
     soak.add_argument("--gate", choices=("sync", "async"), default="sync", help="gate mode (sync)")
     bugs = kinds.add_parser("bugs", help="put the harness to the proof")
@@ -70,7 +77,9 @@ def add(commands: Any) -> None:
         each.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help=f"what runs leave ({FOLDER})")
         each.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
     for each in (one, matrix, soak):
-        each.add_argument("--spec", type=Path, default=SPEC, metavar="DIR", help=f"of the specification ({SPEC})")
+        each.add_argument(
+            "--spec", type=spec_folder, default=str(SPEC), metavar="DIR", help=f"folder of the specification ({SPEC})"
+        )
         each.add_argument("--no-logs", action="store_true", help="do not hold event logs to the specification")
 
 

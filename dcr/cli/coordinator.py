@@ -131,6 +131,8 @@ def _until_signalled(standby: "Standby") -> str:
         got = None
         while thread.is_alive() and got is None:
             got = signal.sigtimedwait(ends, _LOOK_S)
+            if got is not None and got.si_signo not in ends:
+                got = None  # interrupted, by being held still and let go: Python 3.11 then returns what is no signal
         standby.stop()
         thread.join()
     finally:

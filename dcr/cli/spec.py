@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 SPEC = Path("spec/tla")
+_OWN = Path(__file__).resolve().parents[2] / SPEC
+"""Of the tree that dcr itself runs from."""
 SAVE = Path("run/spec")
 
 _DESCRIPTION = """\
@@ -28,6 +30,11 @@ A counterexample is printed as a story and saved as ITF.  TLC is installed with 
 used where apalache-mc is on PATH; where it is not, the command says so and fails."""
 
 
+def spec_folder(given: str) -> Path:
+    """The folder that ``--spec`` names; where its default is not here, that of the tree that dcr runs from."""
+    return _OWN if given == str(SPEC) and not SPEC.is_dir() and _OWN.is_dir() else Path(given)
+
+
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -38,7 +45,9 @@ def _count(text: str) -> int:
 def _command(commands: Any, name: str, run: Any, summary: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=text)
     parser.set_defaults(run=run, command_name=f"spec {name}")
-    parser.add_argument("--spec", type=Path, default=SPEC, metavar="DIR", help=f"folder of manifest.json ({SPEC})")
+    parser.add_argument(
+        "--spec", type=spec_folder, default=str(SPEC), metavar="DIR", help=f"folder of manifest.json ({SPEC})"
+    )
     parser.add_argument("--heap", default="3g", metavar="SIZE", help="Java heap of the checker (3g)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
     return parser

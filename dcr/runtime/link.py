@@ -135,7 +135,7 @@ class Link:
             while not self.lost:
                 self._receive(on_message)
         except TimeoutError:
-            self.drop(f"silent for peer_timeout_s = {self._settings.peer_timeout_s} s")
+            self.drop(f"silent for {self._settings.peer_timeout_s:g} s")
         except (OSError, RuntimeError, ChannelError) as error:  # RuntimeError: no thread could be started
             self.drop(str(error))
         finally:
@@ -163,7 +163,7 @@ class Link:
                 self._sock.sendall(data)
             self.drop(self._closing or "")
         except TimeoutError:
-            self.drop(f"took nothing for peer_timeout_s = {self._settings.peer_timeout_s} s")
+            self.drop(f"took nothing for {self._settings.peer_timeout_s:g} s")
         except OSError as error:
             self.drop(str(error))
 

@@ -123,8 +123,8 @@ class Spoke:
                 raise ChannelError(f"{self._peer}: the spoke was closed")
             if not self.connected:
                 raise ChannelTimeoutError(
-                    f"{self._peer}: not connected to the hub within {timeout_s} s; stage: {self._stage}; last trouble: "
-                    f"{self._trouble}"
+                    f"{self._peer}: not connected to the coordinator within {timeout_s:g} s; stage: {self._stage}; "
+                    f"last trouble: {self._trouble}"
                 )
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Spoke:
         self._stage = "resolving the hub's address"
         address = self._resolve()
         if address is None:
-            raise ChannelError("no hub is registered")
+            raise ChannelError("no coordinator leads: none is in the registry")
         self._address = address
         hub = HubAddress.parse(address)
         self._stage = authenticating = f"{_AUTHENTICATING} with the hub at {address}"

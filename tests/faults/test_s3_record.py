@@ -221,7 +221,9 @@ def test_a_fleet_that_shares_a_bucket_alone(tmp_path, bucket, running_store, cap
         second = TrainerRefit(fleet.policy, **fleet.addresses)
         fleet.wait(lambda: fleet.record().leader != first)
         fleet.step()
-        with pytest.raises(PushError, match=r"another trainer.* leads record 'default'; stop one"):
+        with pytest.raises(
+            PushError, match=r"another coordinator.* leads record 'default'; if that is another trainer's"
+        ):
             fleet.refit.push()
         fleet.refit.close()
         fleet.refit = second

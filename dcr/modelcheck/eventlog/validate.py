@@ -16,6 +16,7 @@ from dcr.modelcheck.eventlog.read import Line, RejectedError, read_logs
 from dcr.modelcheck.eventlog.run import Run
 from dcr.modelcheck.eventlog.steps import SpecStep, steps_of
 from dcr.modelcheck.eventlog.why import why_not
+from dcr.protocol.errors import RefusedError
 
 MODULE = "RefitLog.tla"
 STORY_LINES = 12
@@ -56,6 +57,7 @@ def validate(folder: Path, spec: Path, *, heap: str = "3g", timeout_s: float = 6
         CheckerError: TLC came to no verdict.
     """
     start = time.monotonic()
+    modules = _modules(spec)
     try:
         logs = read_logs(folder)
         run = Run.of(logs)
@@ -66,7 +68,7 @@ def validate(folder: Path, spec: Path, *, heap: str = "3g", timeout_s: float = 6
     steps, wrong = _steps(deployment, lines)
     with tempfile.TemporaryDirectory(prefix="dcr-log-") as private:
         work = Path(private)
-        for module in spec.glob("*.tla"):
+        for module in modules:
             shutil.copy(module, work)
         write_model(work, deployment, steps)
         taken = _taken(work, heap, timeout_s)
@@ -127,3 +129,13 @@ def _story(steps: list[SpecStep]) -> tuple[str, ...]:
         if len(told) == STORY_LINES:
             break
     return tuple(reversed(told.values()))
+
+
+def _modules(spec: Path) -> list[Path]:
+    """The modules of the specification; RefusedError if it is not there."""
+    found = sorted(spec.glob("*.tla"))
+    if spec / "RefitLog.tla" not in found:
+        raise RefusedError(
+            f"{spec}: no specification is there (RefitLog.tla); give the folder spec/tla of dcr as --spec"
+        )
+    return found

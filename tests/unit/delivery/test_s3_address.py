@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dcr.delivery.address import open_delivery
 from dcr.delivery.s3_address import S3Address
-from dcr.delivery.s3_requests import _client
 from dcr.protocol.errors import RefusedError
+from dcr.s3.requests import _client
 
 
 def test_an_address_and_its_defaults():

@@ -283,7 +283,7 @@ def test_what_resolve_may_answer(nothing_left, start):
     port = free.getsockname()[1]
     free.close()
     for resolve, named in (
-        (lambda: None, "no hub is registered"),
+        (lambda: None, "no coordinator leads"),
         (broken, "registry on fire"),
         (lambda: "10.0.0.1:80", "loopback"),
         (lambda: "127.0.0.1:x", "'127.0.0.1:x' is not host:port"),

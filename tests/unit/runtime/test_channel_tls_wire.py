@@ -63,7 +63,7 @@ def _dribble(sock, data):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("half of a record", r"silent for peer_timeout_s = 1\.0 s"),
+        ("half of a record", r"silent for 1 s"),
         ("a record that was changed", "TLS: .*bad record mac"),
         ("a record twice", "TLS: .*bad record mac"),
         ("a record left out", "TLS: .*bad record mac"),
