@@ -79,6 +79,12 @@ def test_it_leads_and_a_signal_ends_it(tmp_path):
         fleet.check(fleet.engine("a"))
         fleet.step()
         fleet.push()
+        held = fleet.leading().process
+        held.send_signal(signal.SIGSTOP)  # shorter than the lease
+        time.sleep(1.5)
+        held.send_signal(signal.SIGCONT)
+        fleet.step()
+        fleet.push()
         assert fleet.leading().end() == (
             0,
             {"command": "coordinator", "ok": True, "name": "one", "terms": 1, "error": ""},
