@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from dcr.protocol.conductor import Conductor
@@ -144,6 +145,12 @@ MACHINES = (
 )
 MUTANTS = [(machine, mutant) for machine in MACHINES for mutant in machine.mutants]
 DEEP = [(machine, OF_THE_SPECIFICATION[name]) for machine in MACHINES for name in machine.deep]
+
+
+@pytest.fixture(autouse=True)
+def _the_same_examples_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis mixes in the constants of whatever modules other tests have loaded, derandomized or not."""
+    monkeypatch.setattr(providers, "_get_local_constants", providers.Constants)
 
 
 def _named(x: object) -> str:
