@@ -135,8 +135,8 @@ def _asking(
             spoke.wait_connected(connect_s)
         except ChannelTimeoutError as e:
             raise OperatorError(
-                f"no leader of record {record_id!r} could be reached in {connect_s} s: is its trainer running, or a "
-                f"dcr coordinator? ({e})"
+                f"no leader of record {record_id!r} could be reached in {connect_s:g} s: is its trainer running, or "
+                f"a dcr coordinator? `dcr record show` needs neither ({e})"
             ) from e
         spoke.send(encode_message(question))
         yield leader
