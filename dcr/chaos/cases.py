@@ -115,11 +115,6 @@ _COORDINATORS = (
     _after(Fault(at="coordinator before CAS of Commit", do="error"), "coordinator at WriteAgain"),
     Case("stop, then resume", (_STOPPED,), settings=_STOPS),
     Case(
-        "kill coordinator at Stop",
-        (Fault(at="receiver[1] at BeginWrite"), Fault(at="coordinator at Stop")),
-        settings=_STOPS,
-    ),
-    Case(
         "kill coordinator at Abandon",
         (
             Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="abandon"),
@@ -145,6 +140,20 @@ _COORDINATORS = (
     ),
 )
 COORDINATORS = (
+    Case(
+        "kill coordinator at Stop",
+        (Fault(at="receiver[1] at BeginWrite"), Fault(at="coordinator at Stop")),
+        settings=_STOPS,
+    ),
+    Case(
+        "kill coordinator elsewhere at Stop",  # the trainer lives, and is told
+        (
+            Fault(at="receiver[1] at BeginWrite"),
+            Fault(at="coordinator at Stop", push_error="the transition stopped", operator="resume"),
+        ),
+        settings=_STOPS,
+        **_TWO,
+    ),
     *(replace(case, coordinators=COORDINATORS_ELSEWHERE) for case in _COORDINATORS),
     Case(
         "replace the coordinator before its commit",
@@ -214,7 +223,7 @@ CASES = (*RECEIVERS, *ENGINES, *OWNERS, *COORDINATORS, *STALLS, *SERVERS)
 
 NOT_SHIPPED = {
     "LoseBaseline": "the trainer would have to break its word, and change weights between its push and its fold",
-    "Fatal": "a leader that was replaced notices first that its lease is another's, and ends without this step",
+    "Fatal": "a leader that was replaced notices first, as a rule, that its lease is another's, and ends without it",
     "RefuseMember": "an engine that can never take part: the deployment would stay without it",
 }
 """Actions of the protocol at which no shipped case strikes, and why."""

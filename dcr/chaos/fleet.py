@@ -8,17 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from dcr.chaos.bits import CHECKPOINT
 from dcr.chaos.child import RECORD, ChildConfig
 from dcr.chaos.disk import Disk
-from dcr.chaos.model import make
+from dcr.chaos.model import make, train_step
 from dcr.chaos.point import Who
 from dcr.chaos.process import Child, ChildError
 from dcr.chaos.proxy import Proxy
 from dcr.chaos.scenario import Scenario
 from dcr.chaos.servers import BUCKET, S3_ENVIRONMENT, Etcd, Server, Store
+from dcr.chaos.trainer_child import save
 from dcr.chaos.trigger import Armed
 from dcr.control_plane.address import open_control_plane
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError, HistoryEntry
@@ -33,6 +32,7 @@ _RELAY = "heartbeat_s=0.5&peer_timeout_s=3&connect_timeout_s=3&fan_out=1"
 _S3 = "region=us-east-1&retry_timeout_s=4&connect_timeout_s=1&answer_timeout_s=2&look_pause_s=0.01&look_pause_max_s=0.1"
 _S3_RECORD = "region=us-east-1&connect_timeout_s=1&answer_timeout_s=2"
 _HISTORY_MAX = 1_000_000
+_FOREIGN_SEED = 987_654_321
 _LEADER_TIMEOUT_S = 20.0
 _LOOK_S = 0.05
 
@@ -72,9 +72,11 @@ class Fleet:
         (folder / "checkpoints").mkdir(parents=True)
         self.events = folder / "events"
         self.first = folder / "checkpoints" / "v0"
-        self.first.mkdir()
+        self._foreign = folder / "foreign"
         model = make(scenario.deployment.model.trainer)
-        save_file({n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}, self.first / CHECKPOINT)
+        save(model, self.first)
+        train_step(model, _FOREIGN_SEED, 0.5)
+        save(model, self._foreign)
 
     # ------------------------------------------------------------ starting
 
@@ -133,8 +135,14 @@ class Fleet:
         delivery = self._delivery_address(name)
         self.coordinators[name] = self._child("coordinator", name, number, armed, delivery=delivery)
 
-    def start_node(self, number: int, armed: Sequence[Armed] = ()) -> None:
-        """Start a node, its engines loaded from version 0 as any engine that starts anew."""
+    def start_node(self, number: int, armed: Sequence[Armed] = (), *, foreign: bool = False) -> None:
+        """Start a node, its engines loaded from version 0 as any engine that starts anew.
+
+        Args:
+            number: of the node.
+            armed: what strikes in it.
+            foreign: load weights that were never pushed: no commits lead on from them, so they cannot catch up.
+        """
         d = self.scenario.deployment
         name = f"node-{number}"
         if name in self.nodes:
@@ -145,7 +153,7 @@ class Fleet:
             name,
             number,
             armed,
-            checkpoint=str(self.first),
+            checkpoint=str(self._foreign if foreign else self.first),
             delivery=self._delivery_address(name),
             factory=d.model.engine,
             engines=d.engines_of_nodes[number],
@@ -245,8 +253,9 @@ class Fleet:
 
     def processes_of(self, who: Who) -> tuple[str, ...]:
         """The names of the processes in which a role may live: any coordinator that lives elsewhere may lead."""
-        if who.role == "coordinator" and self.coordinators:
-            return tuple(self.coordinators)
+        count = self.scenario.deployment.coordinators
+        if who.role == "coordinator" and count:
+            return tuple(f"coordinator-{number}" for number in range(count))
         return (self.process_of(who),)
 
     def process_of(self, who: Who) -> str:

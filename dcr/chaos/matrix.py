@@ -95,6 +95,8 @@ def _grouped(chosen: Sequence[tuple[Choice, Case]], seed: int) -> Iterable[Scena
     number = itertools.count(1)
     for key, cases in sorted(groups.items(), key=repr):
         where, settings, _ = key
+        # A restore comes before a trainer's death: the dense push that may follow that is one to catch up from.
+        cases.sort(key=lambda case: not any(Point.parse(f.at).restore for f in case.faults))
         for first in range(0, len(cases), IN_A_ROW_MAX):
             some = cases[first : first + IN_A_ROW_MAX]
             yield _scenario(f"matrix {next(number)}", where, some, settings, seed)

@@ -250,9 +250,15 @@ class Supervisor:
         self._died(child)
 
     def restart_node(self, name: str, strikes: Sequence[Strike] | None = None) -> None:
-        """Start a node again; faults that have not come yet may come in the new process."""
+        """Start a node again; faults that have not come yet may come in the new process.
+
+        Args:
+            name: of the node.
+            strikes: those of a restore, which the engines are then made to need; None where nothing is to be restored.
+        """
         self._totals.restarts += 1
-        self._fleet.start_node(self._fleet.nodes[name].config.number, self._still_armed(name, strikes))
+        number, armed = self._fleet.nodes[name].config.number, self._still_armed(name, strikes)
+        self._fleet.start_node(number, armed, foreign=strikes is not None)
 
     def restart_coordinator(self, name: str) -> None:
         """Start a coordinator again; faults that have not come yet may come in the new process."""
