@@ -9,7 +9,7 @@ import pytest
 
 from dcr.chaos.journal import entries
 from dcr.chaos.servers import missing
-from dcr.control_plane.sqlite import SqliteControlPlane
+from dcr.control_plane.address import open_control_plane
 from tests.faults.chaos_command import chaos
 from tests.faults.conftest import SPEC
 
@@ -63,7 +63,7 @@ def test_a_stalled_leader_and_then_a_killed_one_are_replaced_and_the_trainer_goe
     assert (run["commits"], run["kills"], run["restarts"]) == (2, 1, 1)  # what starts again is the coordinator
     struck = [re.search(r"\((coordinator-\d)\)$", f["what"])[1] for f in run["faults"]]
     folder = Path(run["folder"])
-    with closing(SqliteControlPlane(folder / "record.db")) as plane:
+    with closing(open_control_plane(f"sqlite://{folder}/record.db")) as plane:
         written = plane.history("default", 1000)[::-1]
     assert [h.reason for h in written].count("Commit") == 2
     # Who was to write the first commit did not: it was held still, and its lease was the other one's by then.
