@@ -1,12 +1,15 @@
 """What may befall a refit: the shipped faults, for every role at every point that it comes to."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcr.chaos.scenario import Fault
 
 TRANSPORTS = ("file", "s3", "relay")
 CONTROLS = ("sqlite", "etcd")
+BUCKET_TOO = (*CONTROLS, "s3")
+"""Control planes of cases that are also run with the record in a bucket: a write there takes longer."""
+COORDINATORS_ELSEWHERE = (0, 2)
 GATES = ("sync", "async")
 
 
@@ -27,6 +30,7 @@ class Case:
     transports: tuple[str, ...] = TRANSPORTS
     controls: tuple[str, ...] = CONTROLS
     gates: tuple[str, ...] = GATES
+    coordinators: tuple[int, ...] = (0,)
     ranks: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
     start: bool = False
@@ -44,11 +48,13 @@ def _after(cause: Fault, *then: str, name: str = "", **more: Any) -> Case:
 
 _TORN = Fault(at="receiver[1] after 1 items of payload 1")
 _ITEM_FAILS = Fault(at="receiver[1] after 1 items of payload 1", do="error")
+_TWO: dict[str, Any] = {"coordinators": (2,)}
 _STOPS = (("attempts_max", 1),)
 _STOPPED = Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="resume")
 
 RECEIVERS = (
-    *(_kill(f"receiver[1] at {a}") for a in ("Fence", "OpenApply", "BeginWrite", "EndWrite", "DeliverManifest")),
+    *(_kill(f"receiver[1] at {a}") for a in ("Fence", "OpenApply", "EndWrite", "DeliverManifest")),
+    _kill("receiver[1] at BeginWrite", controls=BUCKET_TOO),
     _kill("receiver[1] at Stage", gates=("async",)),
     *(_kill(f"receiver[1] at {a}") for a in ("Acknowledge", "LearnCommit")),
     _kill("receiver[1] after 1 items of payload 0"),
@@ -75,10 +81,11 @@ OWNERS = (
     *(_kill(f"owner[1] at {a}", ranks=2) for a in ("Emit", "Seal", "BeginFold", "EndFold")),
     *(_kill(f"owner[1] {at}", ranks=2) for at in ("before payload 1", "during manifest")),
 )
-COORDINATORS = (
+_COORDINATORS = (
+    _kill("coordinator at OpenAttempt", controls=BUCKET_TOO),
     *(
         _kill(f"coordinator at {a}")
-        for a in ("OpenAttempt", "OrderOpenApply", "Commit", "Publish", "FinishTransition", "MemberServes")
+        for a in ("OrderOpenApply", "Commit", "Publish", "FinishTransition", "MemberServes")
     ),
     *(_kill(f"coordinator at {a} in restore") for a in ("OpenRestore", "EndRestore", "Admit")),
     _after(
@@ -96,7 +103,8 @@ COORDINATORS = (
     ),
     _after(Fault(at="coordinator at Publish"), "coordinator at TakeOver"),
     _kill("coordinator at CreateRecord in refit 0", start=True),
-    *(_kill(f"coordinator between CAS sent and answered of {a}") for a in ("OpenAttempt", "Commit")),
+    _kill("coordinator between CAS sent and answered of OpenAttempt"),
+    _kill("coordinator between CAS sent and answered of Commit", controls=BUCKET_TOO),
     *(_kill(f"coordinator before CAS of {a}") for a in ("OpenAttempt", "Commit")),
     *(_kill(f"coordinator between CAS sent and answered of {a} in restore") for a in ("OpenRestore", "Admit")),
     _kill("coordinator between CAS sent and answered of CreateRecord in refit 0", start=True),
@@ -106,11 +114,6 @@ COORDINATORS = (
     ),
     _after(Fault(at="coordinator before CAS of Commit", do="error"), "coordinator at WriteAgain"),
     Case("stop, then resume", (_STOPPED,), settings=_STOPS),
-    Case(
-        "kill coordinator at Stop",
-        (Fault(at="receiver[1] at BeginWrite"), Fault(at="coordinator at Stop")),
-        settings=_STOPS,
-    ),
     Case(
         "kill coordinator at Abandon",
         (
@@ -135,7 +138,38 @@ COORDINATORS = (
         "kill coordinator at RollBack",
         (Fault(at="coordinator at OrderOpenApply", do="roll_back"), Fault(at="coordinator at RollBack")),
     ),
-    Case("replace the coordinator before its commit", (Fault(at="coordinator before CAS of Commit", do="replace"),)),
+)
+COORDINATORS = (
+    Case(
+        "kill coordinator at Stop",
+        (Fault(at="receiver[1] at BeginWrite"), Fault(at="coordinator at Stop")),
+        settings=_STOPS,
+    ),
+    Case(
+        "kill coordinator elsewhere at Stop",  # the trainer lives, and is told
+        (
+            Fault(at="receiver[1] at BeginWrite"),
+            Fault(at="coordinator at Stop", push_error="the transition stopped", operator="resume"),
+        ),
+        settings=_STOPS,
+        **_TWO,
+    ),
+    *(replace(case, coordinators=COORDINATORS_ELSEWHERE) for case in _COORDINATORS),
+    Case(
+        "replace the coordinator before its commit",
+        (Fault(at="coordinator before CAS of Commit", do="replace"),),
+        controls=BUCKET_TOO,
+    ),
+    *(
+        Case(f"stall coordinator past its lease {at}", (Fault(at=f"coordinator {at}", do="stall", for_s=4.0),), **_TWO)
+        for at in ("at OrderOpenApply", "before CAS of Commit", "between CAS sent and answered of Commit")
+    ),
+    Case("kill the leader at BeginWrite", (Fault(at="receiver[1] at BeginWrite", who="coordinator"),), **_TWO),
+    Case(
+        "kill one coordinator after the other",
+        (Fault(at="coordinator at OpenAttempt"), Fault(at="coordinator at OpenAttempt in attempt 3")),
+        **_TWO,
+    ),
 )
 STALLS = (
     Case("stall receiver[1]", (Fault(at="receiver[1] at BeginWrite", do="stall", for_s=1.0),)),
@@ -170,6 +204,16 @@ SERVERS = (
     Case("kill store during the manifest", (Fault(at="store during manifest"),), transports=("s3",)),
     Case("stall store", (Fault(at="store before payload 1", do="stall", for_s=1.0),), transports=("s3",)),
     Case("partition store", (Fault(at="store before payload 1", do="partition", for_s=1.0),), transports=("s3",)),
+    *(
+        Case(f"kill store {at}", (Fault(at=f"store {at}"),), controls=("s3",), transports=("file", "s3"))
+        for at in ("before CAS of Commit", "between CAS sent and answered of Commit")
+    ),
+    Case(
+        "partition store before a commit",
+        (Fault(at="store before CAS of Commit", do="partition", for_s=1.0),),
+        transports=("file", "s3"),
+        controls=("s3",),
+    ),
     Case("kill etcd before a commit", (Fault(at="etcd before CAS of Commit"),), controls=("etcd",)),
     Case("kill etcd after a commit", (Fault(at="etcd between CAS sent and answered of Commit"),), controls=("etcd",)),
     Case("stall etcd", (Fault(at="etcd before CAS of OpenAttempt", do="stall", for_s=1.0),), controls=("etcd",)),
@@ -179,7 +223,7 @@ CASES = (*RECEIVERS, *ENGINES, *OWNERS, *COORDINATORS, *STALLS, *SERVERS)
 
 NOT_SHIPPED = {
     "LoseBaseline": "the trainer would have to break its word, and change weights between its push and its fold",
-    "Fatal": "a leader that was replaced notices first that its lease is another's, and ends without this step",
+    "Fatal": "a leader that was replaced notices first, as a rule, that its lease is another's, and ends without it",
     "RefuseMember": "an engine that can never take part: the deployment would stay without it",
 }
 """Actions of the protocol at which no shipped case strikes, and why."""

@@ -87,12 +87,20 @@ class Checks:
     def history(self, entries: list[HistoryEntry], record: CommitRecord) -> None:
         """Revisions and versions rise by one, and each version has one winner; the record is what was written last.
 
-        A commit that keeps a version, and its content, is that of a rollback.
+        A commit that keeps a version, and its content, is that of a rollback.  A leader that another one has replaced
+        writes nothing more.
         """
         version = 0
+        replaced: set[str] = set()
         for before, entry in zip([None, *entries], entries, strict=False):
             if before is not None and entry.revision != before.revision + 1:
                 self.problems.append(f"the record's history goes from revision {before.revision} to {entry.revision}")
+            if before is not None and entry.actor != before.actor:
+                replaced.add(before.actor)
+            if entry.actor in replaced:
+                self.problems.append(
+                    f"revision {entry.revision} ({entry.reason}) is of {entry.actor}, which was replaced before it"
+                )
             at = entry.version if entry.version is not None else version
             committed = entry.reason == "Commit"
             back = committed and at == version and self._checkpoint(entry.digest) == self.versions.get(at)

@@ -19,16 +19,18 @@ from dcr.chaos.trigger import Armed, Trigger
 ENDED_ALONE = 70
 """Exit status of a child whose harness is gone."""
 FAILED = 71
+RECORD = "default"
+"""The record of every run."""
 
 
 class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is told when it starts."""
 
     role: str
-    """``trainer`` or ``node``."""
+    """``trainer``, ``coordinator`` or ``node``."""
     name: str
     number: int
-    """Which training rank, or which node."""
+    """Which training rank, coordinator or node."""
     start: int
     """The how-manieth process of this name."""
     folder: str
@@ -36,9 +38,9 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     control: str
     delivery: str
     settings: dict[str, Any]
-    factory: str
-    """Of the model."""
-    checkpoint: str
+    factory: str = ""
+    """Of the model; a coordinator has none."""
+    checkpoint: str = ""
     """Folder from which the model is loaded; empty for the factory's own weights."""
     ranks: int = 1
     """Of the trainer."""
@@ -60,7 +62,8 @@ class Line:
     def __init__(self, config: ChildConfig, pipe: Connection) -> None:
         self.config = config
         self.journal = Journal(Path(config.folder) / f"{config.name}-{config.start}.journal")
-        self.trigger = Trigger(self.journal, self.tell)
+        elsewhere = config.role == "coordinator"
+        self.trigger = Trigger(self.journal, self.tell, f"coordinator[{config.number}]" if elsewhere else "coordinator")
         self.at_once: dict[str, Callable[[], None]] = {}
         """Orders that do not wait for their turn."""
         self.orders: queue.Queue[dict[str, Any]] = queue.Queue(1000)
@@ -82,6 +85,8 @@ class Line:
                 os._exit(ENDED_ALONE)
             if order["do"] == "go":
                 self.trigger.go(order["number"])
+            elif order["do"] == "disarm":
+                self.trigger.disarm(order["number"])
             elif order["do"] in self.at_once:
                 threading.Thread(target=self.at_once[order["do"]], daemon=True).start()
             elif order["do"] == "arm":
@@ -116,6 +121,8 @@ def run(encoded: bytes, pipe: Connection) -> None:
             plant(config.bug)
         if config.role == "trainer":
             from dcr.chaos.trainer_child import serve_trainer as serve  # noqa: PLC0415 - each side imports its own
+        elif config.role == "coordinator":
+            from dcr.chaos.coordinator_child import serve_coordinator as serve  # noqa: PLC0415
         else:
             from dcr.chaos.node_child import serve_node as serve  # noqa: PLC0415
         serve(line)

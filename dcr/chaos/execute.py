@@ -35,7 +35,7 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
         RefusedError: a model cannot be made.
     """
     d = scenario.deployment
-    lacks = missing(s3=d.transport == "s3", etcd=d.control == "etcd")
+    lacks = missing(s3=d.store_process, etcd=d.control == "etcd")
     if lacks:
         where = describe(d)
         return RunReport(name=scenario.name, ok=True, deployment=where, folder=str(folder), skipped=f"no {lacks}")
@@ -50,7 +50,7 @@ def report_of(run: Run) -> RunReport:
     zero_s = min((child.started_s for child in run.fleet.everyone), default=run.totals.began_s)
     faults = tuple(
         FaultReport(
-            str(s.fault),
+            str(s),
             _since(s.fired_s, zero_s),
             _since(s.committed_s, s.fired_s),
             _since(s.recovered_s, s.fired_s),
@@ -86,7 +86,8 @@ def _since(at: float | None, began: float | None) -> float | None:
 def describe(d: Deployment) -> str:
     """A deployment in a few words."""
     ranks = f" {d.trainer.ranks} ranks" if d.trainer.ranks > 1 else ""
-    return f"{d.transport} {d.control} {d.gate} {d.engines}e{ranks}"
+    coordinators = f" {d.coordinators}c" if d.coordinators else ""
+    return f"{d.transport} {d.control} {d.gate} {d.engines}e{coordinators}{ranks}"
 
 
 def _keep(report: RunReport) -> None:

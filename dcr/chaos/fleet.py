@@ -1,25 +1,26 @@
 """The processes of one scenario: what is started with what, and started again; and where all of it lies."""
 
+import contextlib
+import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
-from dcr.chaos.bits import CHECKPOINT
-from dcr.chaos.child import ChildConfig
+from dcr.chaos.child import RECORD, ChildConfig
 from dcr.chaos.disk import Disk
-from dcr.chaos.model import make
+from dcr.chaos.model import make, train_step
 from dcr.chaos.point import Who
-from dcr.chaos.process import Child
+from dcr.chaos.process import Child, ChildError
 from dcr.chaos.proxy import Proxy
 from dcr.chaos.scenario import Scenario
 from dcr.chaos.servers import BUCKET, S3_ENVIRONMENT, Etcd, Server, Store
+from dcr.chaos.trainer_child import save
 from dcr.chaos.trigger import Armed
 from dcr.control_plane.address import open_control_plane
-from dcr.control_plane.interface import ControlPlane, HistoryEntry
+from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError, HistoryEntry
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.runtime.channel_address import HubAddress
@@ -27,10 +28,13 @@ from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.shared_memory import SharedMemory
 
-RECORD = "default"
 _RELAY = "heartbeat_s=0.5&peer_timeout_s=3&connect_timeout_s=3&fan_out=1"
 _S3 = "region=us-east-1&retry_timeout_s=4&connect_timeout_s=1&answer_timeout_s=2&look_pause_s=0.01&look_pause_max_s=0.1"
+_S3_RECORD = "region=us-east-1&connect_timeout_s=1&answer_timeout_s=2"
 _HISTORY_MAX = 1_000_000
+_FOREIGN_SEED = 987_654_321
+_LEADER_TIMEOUT_S = 20.0
+_LOOK_S = 0.05
 
 
 class Fleet:
@@ -51,6 +55,8 @@ class Fleet:
         self.folder = folder
         self.nodes: dict[str, Child] = {}
         self.trainers: dict[str, Child] = {}
+        self.coordinators: dict[str, Child] = {}
+        """Those that live elsewhere than in the trainer; one of them leads."""
         self.past: list[Child] = []
         """Processes that were replaced."""
         self.starts = 0
@@ -66,21 +72,23 @@ class Fleet:
         (folder / "checkpoints").mkdir(parents=True)
         self.events = folder / "events"
         self.first = folder / "checkpoints" / "v0"
-        self.first.mkdir()
+        self._foreign = folder / "foreign"
         model = make(scenario.deployment.model.trainer)
-        save_file({n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}, self.first / CHECKPOINT)
+        save(model, self.first)
+        train_step(model, _FOREIGN_SEED, 0.5)
+        save(model, self._foreign)
 
     # ------------------------------------------------------------ starting
 
     def start(self, armed: Sequence[Armed], of: dict[str, list[Armed]]) -> None:
-        """Start servers, trainer and nodes.
+        """Start servers, coordinators, trainer and nodes.
 
         Args:
             armed: at the trainer.
-            of: at nodes, by their names.
+            of: at coordinators and nodes, by their names.
         """
         d = self.scenario.deployment
-        if d.transport == "s3":
+        if d.store_process:
             self._serve("store", Store(self.folder / "store"))
         if d.control == "etcd":
             self._serve("etcd", Etcd(self.folder / "etcd"))
@@ -88,10 +96,13 @@ class Fleet:
             self._issue()
         if any(f.do == "fill" for f in self.scenario.faults):
             self.disk = Disk(self.folder)
-        self._control = open_control_plane(self._control_address(direct=True))
+        with _environment(self._credentials):
+            self._control = open_control_plane(self._control_address(direct=True))
         for number in range(len(d.engines_of_nodes)):
             if any(f.do == "partition" and f.victim.role in ("engine", "receiver") for f in self.scenario.faults):
                 self._proxies[f"node-{number}"] = Proxy(self._leader)
+        for number in range(d.coordinators):
+            self.start_coordinator(number, of.get(f"coordinator-{number}", []))
         self.start_trainer(self.first, armed)
         for number in range(len(d.engines_of_nodes)):
             self.start_node(number, of.get(f"node-{number}", []))
@@ -108,16 +119,30 @@ class Fleet:
                 "trainer",
                 name,
                 rank,
-                checkpoint,
                 armed,
+                checkpoint=str(checkpoint),
                 delivery=self._delivery_address("trainer"),
                 factory=d.model.trainer,
                 ranks=d.trainer.ranks,
                 rendezvous=str(rendezvous),
             )
 
-    def start_node(self, number: int, armed: Sequence[Armed] = ()) -> None:
-        """Start a node, its engines loaded from version 0 as any engine that starts anew."""
+    def start_coordinator(self, number: int, armed: Sequence[Armed] = ()) -> None:
+        """Start a coordinator, which leads when no other one does."""
+        name = f"coordinator-{number}"
+        if name in self.coordinators:
+            self.past.append(self.coordinators[name])
+        delivery = self._delivery_address(name)
+        self.coordinators[name] = self._child("coordinator", name, number, armed, delivery=delivery)
+
+    def start_node(self, number: int, armed: Sequence[Armed] = (), *, foreign: bool = False) -> None:
+        """Start a node, its engines loaded from version 0 as any engine that starts anew.
+
+        Args:
+            number: of the node.
+            armed: what strikes in it.
+            foreign: load weights that were never pushed: no commits lead on from them, so they cannot catch up.
+        """
         d = self.scenario.deployment
         name = f"node-{number}"
         if name in self.nodes:
@@ -127,17 +152,15 @@ class Fleet:
             "node",
             name,
             number,
-            self.first,
             armed,
+            checkpoint=str(self._foreign if foreign else self.first),
             delivery=self._delivery_address(name),
             factory=d.model.engine,
             engines=d.engines_of_nodes[number],
             channel="" if proxy is None else proxy.address,
         )
 
-    def _child(
-        self, role: str, name: str, number: int, checkpoint: Path, armed: Sequence[Armed], **fields: object
-    ) -> Child:
+    def _child(self, role: str, name: str, number: int, armed: Sequence[Armed], **fields: object) -> Child:
         self._starts[name] = start = self._starts.get(name, 0) + 1
         self.starts += 1
         config = ChildConfig(
@@ -148,8 +171,7 @@ class Fleet:
             folder=str(self.folder),
             control=self._control_address(),
             settings={**self.scenario.deployment.all_settings, "event_log": str(self.events)},
-            checkpoint=str(checkpoint),
-            environment=S3_ENVIRONMENT if self.scenario.deployment.transport == "s3" else {},
+            environment=self._credentials,
             armed=tuple(armed),
             bug=self._bug,
             **fields,  # type: ignore[arg-type]
@@ -167,17 +189,23 @@ class Fleet:
 
         authority = self.folder / "authority"
         create_authority(authority)
-        nodes = [f"node-{number}" for number in range(len(self.scenario.deployment.engines_of_nodes))]
-        for name in ("trainer", *nodes):
+        d = self.scenario.deployment
+        coordinators = [f"coordinator-{number}" for number in range(d.coordinators)]
+        nodes = [f"node-{number}" for number in range(len(d.engines_of_nodes))]
+        for name in ("trainer", *coordinators, *nodes):
             issue(authority, self.folder / "credentials" / name, name)
 
     # ------------------------------------------------------------ where things are
 
     def _control_address(self, *, direct: bool = False) -> str:
-        if self.scenario.deployment.control == "sqlite":
+        control = self.scenario.deployment.control
+        if control == "sqlite":
             return f"sqlite://{self.folder}/record.db"
         secret = self.folder / "run.secret"
         load_or_create_secret(secret)
+        if control == "s3":
+            endpoint = f"http://127.0.0.1:{self._port('store', direct=direct)}"
+            return f"s3://{BUCKET}/record?endpoint={endpoint}&{_S3_RECORD}&secret={secret}"
         return f"etcd://127.0.0.1:{self._port('etcd', direct=direct)}/chaos?secret={secret}"
 
     def _delivery_address(self, name: str) -> str:
@@ -194,6 +222,10 @@ class Fleet:
         proxy = self._proxies.get(server)
         return self._servers[server].port if direct or proxy is None else proxy.port
 
+    @property
+    def _credentials(self) -> dict[str, str]:
+        return S3_ENVIRONMENT if self.scenario.deployment.store_process else {}
+
     def _leader(self) -> tuple[str, int] | None:
         assert self._control is not None
         address = leader_address(self._control, RECORD)
@@ -208,21 +240,33 @@ class Fleet:
     def children(self) -> list[Child]:
         """Every process that is there now, zombies included."""
         zombies = [c for c in self.past if c.zombie]
-        return [*self.trainers.values(), *self.nodes.values(), *zombies]
+        return [*self._present, *zombies]
 
     @property
     def everyone(self) -> list[Child]:
         """Every process that ever was."""
-        return [*self.past, *self.trainers.values(), *self.nodes.values()]
+        return [*self.past, *self._present]
+
+    @property
+    def _present(self) -> list[Child]:
+        return [*self.trainers.values(), *self.coordinators.values(), *self.nodes.values()]
+
+    def processes_of(self, who: Who) -> tuple[str, ...]:
+        """The names of the processes in which a role may live: any coordinator that lives elsewhere may lead."""
+        count = self.scenario.deployment.coordinators
+        if who.role == "coordinator" and count:
+            return tuple(f"coordinator-{number}" for number in range(count))
+        return (self.process_of(who),)
 
     def process_of(self, who: Who) -> str:
-        """The name of the process in which a role lives: the coordinator's is the trainer's first rank.
+        """The name of the process in which a role lives now: the coordinator's is the one that leads.
 
-        A coordinator that lives elsewhere has its place here.
+        Raises:
+            ChildError: of several coordinators none leads, and none came to lead in a bounded time.
         """
         match who.role:
             case "coordinator":
-                return "trainer-0"
+                return self._leading() if self.scenario.deployment.coordinators else "trainer-0"
             case "owner":
                 return f"trainer-{who.index}"
             case "engine" | "receiver":
@@ -233,7 +277,21 @@ class Fleet:
 
     def child(self, name: str) -> Child:
         """The process of this name."""
-        return self.trainers.get(name) or self.nodes[name]
+        return self.trainers.get(name) or self.coordinators.get(name) or self.nodes[name]
+
+    def _leading(self) -> str:
+        assert self._control is not None
+        deadline = time.monotonic() + _LEADER_TIMEOUT_S
+        while True:
+            with contextlib.suppress(ControlPlaneUnavailableError):
+                lease = self._control.leader(RECORD)
+                # A leader's name begins with that of its process (Standby).
+                name = "" if lease is None else next((n for n in self.coordinators if lease.holder.startswith(n)), "")
+                if name and not self.coordinators[name].gone:
+                    return name
+            if time.monotonic() > deadline:
+                raise ChildError(f"for {_LEADER_TIMEOUT_S:g} s no coordinator has led, and a fault is to strike it")
+            time.sleep(_LOOK_S)
 
     def server(self, name: str) -> Server:
         """The server of this name."""
@@ -285,6 +343,21 @@ class Fleet:
         if self.disk is not None:
             self.disk.close()
         SharedMemory(RECORD, time.time_ns()).close()  # sweeps what the killed nodes left
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Give the harness, which reads the record itself, the credentials that its children have, while it opens it."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def use_few_threads() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dcr.chaos.cases import CASES, CONTROLS, GATES, TRANSPORTS, Case
+from dcr.chaos.cases import BUCKET_TOO, CASES, COORDINATORS_ELSEWHERE, GATES, TRANSPORTS, Case
 from dcr.chaos.pairwise import Choice, cover
 from dcr.chaos.point import Point
 from dcr.chaos.scenario import Deployment, Fault, Scenario, Trainer
@@ -15,13 +15,13 @@ from dcr.chaos.scenario import Deployment, Fault, Scenario, Trainer
 IN_A_ROW_MAX = 12
 """Cases of one deployment: what starts a deployment costs more than a refit."""
 
-Where = tuple[str, str, str, int]
-"""Transport, control, gate, and ranks of the trainer."""
+Where = tuple[str, str, str, int, int]
+"""Transport, control, gate, ranks of the trainer, and coordinators that are no part of it."""
 Settings = tuple[tuple[str, Any], ...]
 
 QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
     (
-        ("file", "sqlite", "sync", 1),
+        ("file", "sqlite", "sync", 1, 0),
         (
             "kill receiver[1] at Fence",
             "kill receiver[1] after 1 items of payload 2",
@@ -38,7 +38,7 @@ QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        ("file", "sqlite", "async", 2),
+        ("file", "sqlite", "async", 2, 0),
         (
             "kill receiver[1] at Stage",
             "kill receiver[1] at EndWrite",
@@ -46,12 +46,13 @@ QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
             "stall receiver[1]",
         ),
     ),
-    (("file", "sqlite", "sync", 1), ("the store's disk is full", "kill coordinator at Stop")),
-    (("relay", "sqlite", "sync", 1), ("kill receiver[1] at BeginWrite", "partition engine[1]")),
+    (("file", "sqlite", "sync", 1, 0), ("the store's disk is full", "kill coordinator at Stop")),
+    (("relay", "sqlite", "sync", 1, 0), ("kill receiver[1] at BeginWrite", "partition engine[1]")),
     (
-        ("s3", "etcd", "sync", 1),
+        ("s3", "etcd", "sync", 1, 0),
         ("kill store during the manifest", "kill etcd after a commit", "kill coordinator at Publish"),
     ),
+    (("file", "sqlite", "sync", 1, 2), ("stall coordinator past its lease before CAS of Commit",)),
 )
 """One deployment each: where, and the names of its cases, which need the same settings."""
 
@@ -69,11 +70,17 @@ def full_matrix(seed: int = 0) -> list[Scenario]:
     """Every case with every transport, gate mode and control plane that it can be with, pairwise."""
     by_name = {case.name: case for case in CASES}
     assert len(by_name) == len(CASES), "two cases have one name"
-    factors = {"case": list(by_name), "transport": TRANSPORTS, "control": CONTROLS, "gate": GATES}
+    # Control plane and coordinators are one factor: a takeover depends on the leases of the one that it happens in.
+    led = [(control, number) for control in BUCKET_TOO for number in COORDINATORS_ELSEWHERE]
+    factors = {"case": list(by_name), "transport": TRANSPORTS, "led": led, "gate": GATES}
 
     def allowed(c: Choice) -> bool:
         case = by_name[c["case"]]
-        return c["transport"] in case.transports and c["control"] in case.controls and c["gate"] in case.gates
+        control, coordinators = c["led"]
+        if control == "s3" and coordinators:
+            return False
+        led_so = control in case.controls and coordinators in case.coordinators
+        return led_so and c["transport"] in case.transports and c["gate"] in case.gates
 
     return list(_grouped([(c, by_name[c["case"]]) for c in cover(factors, allowed, seed)], seed))
 
@@ -82,11 +89,14 @@ def _grouped(chosen: Sequence[tuple[Choice, Case]], seed: int) -> Iterable[Scena
     groups: dict[tuple[Where, Settings, str], list[Case]] = defaultdict(list)
     for choice, case in chosen:
         alone = case.name if case.start else ""
-        where = (choice["transport"], choice["control"], choice["gate"], case.ranks)
+        control, coordinators = choice["led"]
+        where = (choice["transport"], control, choice["gate"], case.ranks, coordinators)
         groups[where, case.settings, alone].append(case)
     number = itertools.count(1)
     for key, cases in sorted(groups.items(), key=repr):
         where, settings, _ = key
+        # A restore comes before a trainer's death: the dense push that may follow that is one to catch up from.
+        cases.sort(key=lambda case: not any(Point.parse(f.at).restore for f in case.faults))
         for first in range(0, len(cases), IN_A_ROW_MAX):
             some = cases[first : first + IN_A_ROW_MAX]
             yield _scenario(f"matrix {next(number)}", where, some, settings, seed)
@@ -99,17 +109,19 @@ def _scenario(
     settings: Settings,
     seed: int,
 ) -> Scenario:
-    transport, control, gate, ranks = where
+    transport, control, gate, ranks, coordinators = where
+    elsewhere = f" {coordinators} coordinators" if coordinators else ""
     # The first refit and the last are without a fault: what is restored is a later version than the one that engines
     # start from, and what the faults leave behind must do no harm.
     faults = [f for refit, case in enumerate(cases, 2) for f in _in_refit(case, refit)]
     return Scenario(
-        name=f"{name} {transport} {control} {gate}",
+        name=f"{name} {transport} {control} {gate}{elsewhere}",
         deployment=Deployment(
             trainer=Trainer(ranks=ranks, refits=len(cases) + 2),
             transport=transport,  # type: ignore[arg-type]
             control=control,  # type: ignore[arg-type]
             gate=gate,  # type: ignore[arg-type]
+            coordinators=coordinators,
             settings=dict(settings),
         ),
         faults=tuple(faults),

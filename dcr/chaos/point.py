@@ -47,8 +47,8 @@ _WHERE_ROLES = {
     "payload": ("owner", "store"),
     "request": ("engine",),
     "manifest": ("owner", "store"),
-    "cas_sent": ("coordinator", "etcd"),
-    "cas_done": ("coordinator", "etcd"),
+    "cas_sent": ("coordinator", "etcd", "store"),
+    "cas_done": ("coordinator", "etcd", "store"),
 }
 WRITES = ("CreateRecord", "TakeOver", "OpenAttempt", "Commit", "Stop", "Abandon", "OpenRestore", "Admit")
 """Actions that write K, each with one compare-and-set."""

@@ -7,10 +7,10 @@ import torch
 import torch._dynamo  # torch imports it at the first operation that it wraps
 import torch.distributed
 
-from dcr.chaos import child, node_child, trainer_child
+from dcr.chaos import child, coordinator_child, node_child, trainer_child
 from dcr.data_plane.kernels.choice import kernels_for
 
-LOADED = (child, node_child, trainer_child)
+LOADED = (child, coordinator_child, node_child, trainer_child)
 
 torch.set_num_threads(1)
 kernels_for([])

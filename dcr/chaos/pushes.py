@@ -88,7 +88,7 @@ class Pushes:
         assert isinstance(attempts, int)
         self.checkpoint = self._candidate
         self._totals.commits += 1
-        self._totals.retries += attempts - 1
+        self._totals.retries += max(attempts - 1, 0)  # a push that another leader ended has none to tell of
         now = time.monotonic()
         for strike in self._strikes:
             if strike.fired_s is not None and strike.committed_s is None:

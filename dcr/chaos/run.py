@@ -110,9 +110,9 @@ class Run:
 
     def _in_restore(self, strikes: list[Strike]) -> None:
         """A node is started anew, so that its engines are restored; faults strike meanwhile."""
-        nodes = [name for s in strikes if (name := self._taker(s)) in self.fleet.nodes]
+        nodes = [name for s in strikes for name in self._takers(s) if name in self.fleet.nodes]
         victim = nodes[0] if nodes else list(self.fleet.nodes)[-1]
-        self._arm([s for s in strikes if self._taker(s) not in self.fleet.nodes])
+        self._arm([s for s in strikes if not self.fleet.nodes.keys() & self._takers(s)])
         self._supervisor.kill(self.fleet.nodes[victim])
         self._supervisor.restart_node(victim, strikes)
         self._supervisor.wait_for(lambda: all(s.fired_s is not None for s in strikes), self.scenario.recover_within_s)
@@ -158,12 +158,13 @@ class Run:
     def _arms(self, strikes: list[Strike]) -> dict[str, list["Armed"]]:
         of: dict[str, list[Armed]] = {}
         for strike in strikes:
-            armed = strike.armed(self._supervisor.epoch, self.fleet.process_of)
-            of.setdefault(self._taker(strike), []).append(armed)
+            armed = strike.armed(self._supervisor.epoch, self.fleet.processes_of)
+            for name in self._takers(strike):
+                of.setdefault(name, []).append(armed)
         return of
 
-    def _taker(self, strike: Strike) -> str:
-        return self.fleet.process_of(strike.fault.point.taken_by)
+    def _takers(self, strike: Strike) -> tuple[str, ...]:
+        return self.fleet.processes_of(strike.fault.point.taken_by)
 
     def _record(self) -> CommitRecord:
         record = self.fleet.record()

@@ -15,6 +15,7 @@ from dcr.runtime.settings import Settings
 FILE_BYTES_MAX = 1 << 20
 ENGINES_MAX = 64
 RANKS_MAX = 16
+COORDINATORS_MAX = 8
 REFITS_MAX = 10_000
 SECONDS_MAX = 3600.0
 
@@ -66,7 +67,9 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     nodes: tuple[int, ...] = ()
     """How many of the engines each node has; a node for each if nothing is said."""
     transport: Literal["file", "s3", "relay"] = "file"
-    control: Literal["sqlite", "etcd"] = "sqlite"
+    control: Literal["sqlite", "etcd", "s3"] = "sqlite"
+    coordinators: int = 0
+    """Processes that stand by to lead, as ``dcr coordinator`` does; with none the trainer's first rank leads."""
     gate: Literal["sync", "async"] = "sync"
     settings: dict[str, Any] = {}
     """Fields of ``dcr.runtime.settings.Settings``, over those that the harness sets."""
@@ -77,6 +80,11 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.nodes and (sum(self.nodes) != self.engines or min(self.nodes) < 1):
             held = sum(self.nodes)
             raise ValueError(f"nodes {list(self.nodes)}: they hold {held} engines, and engines is {self.engines}")
+        _within("coordinators", self.coordinators, 0, COORDINATORS_MAX)
+        if self.coordinators and self.control == "s3":
+            raise ValueError("coordinators: none can stand by where control is s3, which keeps no leases")
+        if "coordinator" in self.settings:
+            raise ValueError("settings: coordinator follows from deployment.coordinators: say how many there are")
         try:
             Settings.of(self.all_settings)
         except RefusedError as e:
@@ -85,7 +93,18 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def all_settings(self) -> dict[str, Any]:
         """Those of the harness, short enough that a fault is got over in seconds, and over them the scenario's."""
-        return {**SETTINGS, "gate_mode": self.gate, **self.settings}
+        elsewhere = {"coordinator": "elsewhere", "leader_lease_s": self._lease_s, "rejoin_timeout_s": 5.0}
+        return {**SETTINGS, "gate_mode": self.gate, **(elsewhere if self.coordinators else {}), **self.settings}
+
+    @property
+    def store_process(self) -> bool:
+        """Whether there is a store that runs as a process: payloads, the record or both are in a bucket."""
+        return "s3" in (self.transport, self.control)
+
+    @property
+    def _lease_s(self) -> float:
+        """Short, so that a takeover takes seconds; longer where more processes want a processor to renew it in time."""
+        return 1.5 + 0.25 * self.coordinators
 
     @property
     def engines_of_nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -198,6 +217,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             if fault.point.refit > d.trainer.refits:
                 raise ValueError(f"faults: {fault}: there are {d.trainer.refits} refits")
             _check_servers(d, fault)
+            if d.coordinators and fault.do == "replace":
+                raise ValueError(
+                    f"faults: {fault}: the coordinators are no part of the trainer; stall the one that leads for "
+                    f"longer than its lease, and another one replaces it"
+                )
 
 
 def _check_servers(d: Deployment, fault: Fault) -> None:
@@ -209,8 +233,10 @@ def _check_servers(d: Deployment, fault: Fault) -> None:
     if fault.do == "fill":
         if d.transport != "file":
             raise ValueError(f"faults: {fault}: a disk is filled where transport is file, not {d.transport}")
-    elif d.transport != "s3":
-        raise ValueError(f"faults: {fault}: transport is {d.transport}, there is no store process")
+    elif not d.store_process:
+        raise ValueError(
+            f"faults: {fault}: transport is {d.transport} and control {d.control}, there is no store process"
+        )
 
 
 def read_scenario(path: Path) -> Scenario:

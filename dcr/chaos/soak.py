@@ -123,5 +123,5 @@ def leaked(early: Sample, late: Sample) -> list[str]:
 
 
 def _possible(case: Case, gate: str) -> bool:
-    here = "file" in case.transports and "sqlite" in case.controls and gate in case.gates
+    here = "file" in case.transports and "sqlite" in case.controls and gate in case.gates and 0 in case.coordinators
     return here and not any(f.do in {"fill", "partition"} or Point.parse(f.at).refit == 0 for f in case.faults)

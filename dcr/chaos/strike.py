@@ -17,6 +17,7 @@ class Strike:
         number: of the fault in its scenario.
         fault: what is to happen.
         fired_s: when its point was reached.
+        struck: name of the process that it struck.
         committed_s: when the next commit was known to the trainer.
         told: whether a push ended with the error that the fault calls for.
         recovered_s: when every engine served what is committed, with every process back.
@@ -25,6 +26,7 @@ class Strike:
     number: int
     fault: Fault
     fired_s: float | None = None
+    struck: str = ""
     committed_s: float | None = None
     told: bool = False
     recovered_s: float | None = None
@@ -34,12 +36,16 @@ class Strike:
         """When what it does is over: recovery is counted from here."""
         return 0.0 if self.fired_s is None else self.fired_s + self.fault.for_s + self.fault.restart_after_s
 
-    def armed(self, epoch: int, process_of: Callable[[Who], str]) -> Armed:
+    def __str__(self) -> str:
+        which = f" ({self.struck})" if self.struck.startswith("coordinator") else ""
+        return f"{self.fault}{which}"
+
+    def armed(self, epoch: int, processes_of: Callable[[Who], tuple[str, ...]]) -> Armed:
         """What the process of its point is told.
 
         Args:
             epoch: K's now: every attempt has an epoch of its own, and nothing else is under way.
-            process_of: names the process in which a role lives.
+            processes_of: names the processes in which a role may live.
         """
         point = self.fault.point
         taker = point.taken_by
@@ -55,7 +61,7 @@ class Strike:
             epoch_min=epoch + point.attempt if point.refit else 0,
             do=self.fault.do,
             for_s=self.fault.for_s,
-            own=process_of(self.fault.victim) == process_of(taker),
+            own=processes_of(self.fault.victim) == processes_of(taker),
         )
 
 

@@ -172,10 +172,16 @@ class Supervisor:
     # ------------------------------------------------------------ striking
 
     def _fired(self, child: Child, strike: Strike) -> None:
-        fault, victim = strike.fault, self._fleet.process_of(strike.fault.victim)
+        fault = strike.fault
         strike.fired_s = now = time.monotonic()
+        takers = self._fleet.processes_of(fault.point.taken_by)
+        for name in takers:
+            if name != child.name:  # whoever leads next comes to the same point
+                self._fleet.child(name).send("disarm", number=strike.number)
+        own_role = self._fleet.processes_of(fault.victim) == takers
+        victim = strike.struck = child.name if own_role else self._fleet.process_of(fault.victim)
         self._totals.faults += 1
-        self._tell(f"refit {self._pushes.refit}: {fault}")
+        self._tell(f"refit {self._pushes.refit}: {strike}")
         own = victim == child.name
         end = now + fault.for_s
         match fault.do:
@@ -194,7 +200,7 @@ class Supervisor:
             case "replace":
                 self._replace(child)
             case "roll_back":
-                child.send("roll_back")
+                self._fleet.trainers["trainer-0"].send("roll_back")
         child.send("go", number=strike.number)
 
     def _kill_at_point(self, child: Child, victim: str, fault: Fault, *, own: bool) -> None:
@@ -213,6 +219,8 @@ class Supervisor:
             return
         if victim.startswith("node"):
             self._timers.append((at, lambda: self.restart_node(victim)))
+        elif victim in self._fleet.coordinators:
+            self._timers.append((at, lambda: self.restart_coordinator(victim)))
         else:
             self._timers.append((at, self.restart_trainer))
 
@@ -242,9 +250,20 @@ class Supervisor:
         self._died(child)
 
     def restart_node(self, name: str, strikes: Sequence[Strike] | None = None) -> None:
-        """Start a node again; faults that have not come yet may come in the new process."""
+        """Start a node again; faults that have not come yet may come in the new process.
+
+        Args:
+            name: of the node.
+            strikes: those of a restore, which the engines are then made to need; None where nothing is to be restored.
+        """
         self._totals.restarts += 1
-        self._fleet.start_node(self._fleet.nodes[name].config.number, self._still_armed(name, strikes))
+        number, armed = self._fleet.nodes[name].config.number, self._still_armed(name, strikes)
+        self._fleet.start_node(number, armed, foreign=strikes is not None)
+
+    def restart_coordinator(self, name: str) -> None:
+        """Start a coordinator again; faults that have not come yet may come in the new process."""
+        self._totals.restarts += 1
+        self._fleet.start_coordinator(self._fleet.coordinators[name].config.number, self._still_armed(name, None))
 
     def restart_trainer(self) -> None:
         """Start all ranks again: a training job whose rank is gone starts again from its last checkpoint."""
@@ -256,11 +275,11 @@ class Supervisor:
         self._fleet.start_trainer(self._pushes.checkpoint, armed)
 
     def _still_armed(self, name: str, strikes: Sequence[Strike] | None) -> list[Any]:
-        process_of = self._fleet.process_of
+        processes_of = self._fleet.processes_of
         return [
-            s.armed(self.epoch, process_of)
+            s.armed(self.epoch, processes_of)
             for s in (self._strikes if strikes is None else strikes)
             if s.fired_s is None
             and s.fault.point.refit == self._pushes.refit
-            and process_of(s.fault.point.taken_by) == name
+            and name in processes_of(s.fault.point.taken_by)
         ]

@@ -119,7 +119,8 @@ def _lanes(found: dict[Path, list[Entry]], folder: Path, end: float) -> list[Lan
 
 
 def _order(name: str) -> tuple[int, str]:
-    return next((n, name) for n, kind in enumerate(("trainer", "node", "engine", "")) if name.startswith(kind))
+    kinds = ("trainer", "coordinator", "node", "engine", "")
+    return next((n, name) for n, kind in enumerate(kinds) if name.startswith(kind))
 
 
 def _engine(who: str) -> str:

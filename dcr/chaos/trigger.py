@@ -43,11 +43,13 @@ class Trigger:
     Args:
         journal: of the process.
         tell: sends a message to the harness.
+        coordinator: what the journal calls a coordinator of this process.
     """
 
-    def __init__(self, journal: Journal, tell: Callable[..., None]) -> None:
+    def __init__(self, journal: Journal, tell: Callable[..., None], coordinator: str = "coordinator") -> None:
         self._journal = journal
         self._tell = tell
+        self._coordinator = coordinator
         self._lock = threading.Lock()
         self._armed: dict[int, Armed] = {}
         self._seen: dict[int, int] = {}
@@ -60,6 +62,11 @@ class Trigger:
             self._armed = {a.number: a for a in armed}
             self._seen = {}
 
+    def disarm(self, number: int) -> None:
+        """Another process came to this point first."""
+        with self._lock:
+            self._armed.pop(number, None)
+
     def go(self, number: int) -> None:
         """The harness has struck: go on."""
         with self._lock:
@@ -70,7 +77,7 @@ class Trigger:
 
         def observe(step: Step) -> None:
             taker = "coordinator" if role == "owner" and step.action not in ACTIONS["owner"] else role
-            who = taker if taker == "coordinator" else f"{taker}[{index}]"
+            who = self._coordinator if taker == "coordinator" else f"{taker}[{index}]"
             self._journal.say("step", who=who, action=step.action, epoch=step.epoch, detail=step.detail[:200])
             self.reached(taker, index, "step", action=step.action, epoch=step.epoch)
 
@@ -103,7 +110,8 @@ class Trigger:
         return None
 
     def _strike(self, a: Armed, epoch: int) -> str:
-        self._journal.say("fault", who=a.role, action=a.do, epoch=epoch, detail=str(a.number))
+        who = self._coordinator if a.role == "coordinator" else a.role
+        self._journal.say("fault", who=who, action=a.do, epoch=epoch, detail=str(a.number))
         self._tell("fault", number=a.number)
         if a.own and a.do == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

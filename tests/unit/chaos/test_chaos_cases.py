@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcr.chaos.cases import CASES, CONTROLS, GATES, NOT_SHIPPED, TRANSPORTS
+from dcr.chaos.cases import BUCKET_TOO, CASES, CONTROLS, COORDINATORS, GATES, NOT_SHIPPED, TRANSPORTS
 from dcr.chaos.matrix import QUICK, full_matrix, quick_matrix
 from dcr.chaos.pairwise import cover
 from dcr.chaos.point import ACTIONS
@@ -49,13 +49,27 @@ def test_every_case_is_combined_with_every_setting_that_it_can_have():
         (f.at.split(" in refit ")[0], setting)
         for s in full_matrix()
         for f in s.faults
-        for setting in (s.deployment.transport, s.deployment.control, s.deployment.gate)
+        for setting in (s.deployment.transport, s.deployment.control, s.deployment.gate, s.deployment.coordinators)
     }
     for case in CASES:
-        for setting in (*case.transports, *case.controls, *case.gates):
+        for setting in (*case.transports, *case.controls, *case.gates, *case.coordinators):
             assert (case.faults[-1].at.split(" in refit ")[0], setting) in ran, (case.name, setting)
     met = {(s.deployment.transport, s.deployment.control, s.deployment.gate) for s in full_matrix()}
-    assert met == set(product(TRANSPORTS, CONTROLS, GATES))
+    assert met >= set(product(TRANSPORTS, CONTROLS, GATES))
+    assert {(control, gate) for _, control, gate in met} == set(product(BUCKET_TOO, GATES))
+
+
+def test_every_fault_of_a_coordinator_but_its_replacement_is_shipped_with_coordinators_elsewhere():
+    ran = {
+        (f.at.split(" in refit ")[0], f.do, s.deployment.control)
+        for s in full_matrix()
+        for f in s.faults
+        if s.deployment.coordinators
+    }
+    for case in COORDINATORS:
+        last = case.faults[-1]
+        if last.do != "replace":
+            assert {(last.at.split(" in refit ")[0], last.do, c) for c in CONTROLS} <= ran, case.name
 
 
 def test_the_quick_ones_are_all_transports_gates_controls_and_roles():
@@ -63,6 +77,7 @@ def test_the_quick_ones_are_all_transports_gates_controls_and_roles():
     assert {s.deployment.transport for s in scenarios} == set(TRANSPORTS)
     assert {s.deployment.control for s in scenarios} == set(CONTROLS)
     assert {s.deployment.gate for s in scenarios} == set(GATES)
+    assert {s.deployment.coordinators for s in scenarios} == {0, 2}
     assert len(scenarios) == len(QUICK)
     roles = {f.point.taken_by.role for s in scenarios for f in s.faults}
     assert roles == {"coordinator", "owner", "engine", "receiver"}

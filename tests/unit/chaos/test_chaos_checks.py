@@ -86,8 +86,8 @@ def test_requests_are_held_to_their_labels(run, lines, said):
     assert run.checks.problems == ([f"engine-0-1: {said}"] if said else [])
 
 
-def entry(revision, reason, version, digest="", operation=None):
-    return HistoryEntry(revision, operation or f"op-{revision}", "leader", reason, 0.0, version, digest)
+def entry(revision, reason, version, digest="", *, operation=None, actor="leader"):
+    return HistoryEntry(revision, operation or f"op-{revision}", actor, reason, 0.0, version, digest)
 
 
 def test_history_rises_by_one(run):
@@ -101,6 +101,8 @@ def test_history_rises_by_one(run):
     record = SimpleNamespace(version=1)
     run.checks.history(good, record)
     run.checks.history([*good, entry(5, "Commit", 1, d["c1"])], record)  # of a rollback: nothing is new
+    taken = [*good, entry(5, "TakeOver", 1, actor="next")]
+    run.checks.history(taken, record)
     assert run.checks.problems == []
     bad = {
         "from revision 2 to 4": [good[0], good[1], good[3]],
@@ -110,6 +112,7 @@ def test_history_rises_by_one(run):
         "makes version 0 of 1": [*good, entry(5, "Admit", 0)],
         "is none of the trainer's checkpoints": [*good, entry(5, "Commit", 2, "beef")],
         "operation op-3 made 2 revisions": [*good, entry(5, "Admit", 1, operation="op-3")],
+        "revision 6 (Admit) is of leader, which was replaced before it": [*taken, entry(6, "Admit", 1)],
         "the record is at version 1, and its history at 0": good[:2],
     }
     for said, entries_ in bad.items():

@@ -68,12 +68,40 @@ def test_a_scenario_is_read():
         ("who: store, do: fill, for_s: 1.5", "push_error: x", r"push_error and operator come together"),
         ("rate: 0.1", "rate: 7", r"rate: 7.* is not from 0 to 1"),
         ("name: two engines", "name: ''", r"1 to 100 printable characters"),
+        ("gate: async", "coordinators: 9", r"coordinators: 9 is not from 0 to 8"),
+        ("gate: async", "coordinators: 2\n  control: s3", r"coordinators: none can stand by where control is s3"),
+        ("ack_timeout_s: 4.0", "coordinator: elsewhere", r"settings: coordinator follows from deployment.coordinators"),
+        ("who: store, do: fill, for_s: 1.5", "who: etcd, do: kill", r"control is sqlite, there is no etcd"),
+        ("gate: async", "transport: relay\n  control: s3", r"a disk is filled where transport is file, not relay"),
     ],
 )
 def test_a_wrong_scenario_is_told_what_is_wrong(old, new, said):
     assert GOOD.count(old) == 1
     with pytest.raises(RefusedError, match=said):
         parse_scenario(GOOD.replace(old, new).encode())
+
+
+def test_coordinators_make_the_trainers_one_live_elsewhere_with_a_lease_that_grows_with_them():
+    none, two, eight = (Deployment(coordinators=n).all_settings for n in (0, 2, 8))
+    assert "coordinator" not in none
+    assert two["coordinator"] == eight["coordinator"] == "elsewhere"
+    assert 1.0 <= two["leader_lease_s"] < eight["leader_lease_s"] < 5.0
+    assert Deployment(coordinators=2, settings={"leader_lease_s": 9.0}).all_settings["leader_lease_s"] == 9.0
+
+
+def test_a_coordinator_that_is_no_part_of_the_trainer_is_not_replaced_but_stalled():
+    fault = Fault(at="coordinator before CAS of Commit", do="replace")
+    Scenario(name="in the trainer", faults=(fault,))
+    with pytest.raises(ValueError, match="stall the one that leads for longer than its lease"):
+        Scenario(name="elsewhere", deployment=Deployment(coordinators=2), faults=(fault,))
+
+
+@pytest.mark.parametrize("at", ["store before CAS of Commit", "store before payload 1"])
+def test_a_store_process_is_struck_where_it_has_the_record_the_payloads_or_both(at):
+    for d in (Deployment(control="s3"), Deployment(transport="s3"), Deployment(control="s3", transport="s3")):
+        Scenario(name="a bucket", deployment=d, faults=(Fault(at=at),))
+    with pytest.raises(ValueError, match="transport is file and control sqlite, there is no store process"):
+        Scenario(name="no bucket", faults=(Fault(at=at),))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +163,7 @@ def points(draw):
         payload = draw(numbers) if kind == "payload" else 0
         return Point(Who(role, draw(numbers) if role == "owner" else 0), kind, payload=payload, **when)
     return Point(
-        Who(draw(st.sampled_from(["coordinator", "etcd"]))), kind, draw(st.sampled_from(["", *WRITES])), **when
+        Who(draw(st.sampled_from(["coordinator", "etcd", "store"]))), kind, draw(st.sampled_from(["", *WRITES])), **when
     )
 
 
