@@ -177,7 +177,7 @@ def order(source: TorchSource, kind: Kind, epoch: int) -> Emit:
     digest = source.baseline_digest
     assert digest is not None
     base = Base(kind, 0, digest.hex(), "" if kind is Kind.RESTORE else "c")
-    return Emit("memory", epoch, 0 if kind is Kind.RESTORE else 1, base, "add", ())
+    return Emit("memory", epoch, 0 if kind is Kind.RESTORE else 1, base, "add", (), 1)
 
 
 def emit(source: TorchSource, kind: Kind, epoch: int, store: Any) -> None:

@@ -116,7 +116,7 @@ def owner() -> dict[str, Handler]:
     def construct(_: Request) -> Request:
         """Processor seconds from the changed weights to payloads that nobody takes."""
         source = held["source"]
-        order = Emit("wan", 1, 1, Base(Kind.RELATIVE, 0, source.baseline_digest.hex(), "candidate"), "add", ())
+        order = Emit("wan", 1, 1, Base(Kind.RELATIVE, 0, source.baseline_digest.hex(), "candidate"), "add", (), 1)
         before = time.process_time()
         Emission(order, source, 1, cast("Delivery", Dropped()), held["settings"]).run()
         recorder.take()

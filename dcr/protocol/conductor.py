@@ -314,8 +314,10 @@ class Conductor(Registrar):
                 e.engaged = s.epoch
             order = Prepare(self.record_id, s.epoch, s.target, s.base, s.owners, m.incarnation, s.stage)
             effects.append(SendMember(m.engine, order))
-        emit = Emit(self.record_id, s.epoch, s.target, s.base, s.operation, s.set_only)
-        return effects + [SendOwner(o.owner, emit) for o in s.owners]
+        for o in s.owners:
+            emit = Emit(self.record_id, s.epoch, s.target, s.base, s.operation, s.set_only, o.incarnation)
+            effects.append(SendOwner(o.owner, emit))
+        return effects
 
     def _tell_engines(self) -> list[Effect]:
         """K has changed; whoever needs to know reads it."""

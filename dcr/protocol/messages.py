@@ -103,6 +103,8 @@ class Emit(_Message, frozen=True):
     """The relative operation to use where it is allowed."""
     set_only: tuple[str, ...]
     """Canonical tensors that some member's loader transforms: only ``set`` may be used."""
+    incarnation: int
+    """The owner's: another one, which may hold another baseline, emits nothing that rests on one."""
 
 
 class Fold(_Message, frozen=True):

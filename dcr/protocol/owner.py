@@ -180,6 +180,9 @@ class Owner:
         self._emitting = self._kept = None
         self.fence = order.epoch
         cannot = self._why_not(base)
+        if order.incarnation != self.incarnation and base.kind is not Kind.DENSE:
+            # Meant for one that has died, whose baseline the leader knew; of this one's it has heard nothing yet.
+            cannot = f"{self.name} was started again: the order is for incarnation {order.incarnation}"
         if cannot:
             push = self._given_up[1] if self._was_given_up(base) else 0
             return [*effects, *self._emit_failed(order.epoch, cannot, fatal=push > 0, given_up=push)]

@@ -53,7 +53,7 @@ def test_orders_below_the_fence_are_refused_by_members_and_owners(fleet_with, ca
             base = Base(kind, 0, "" if kind is Kind.DENSE else "0" * 32, "v1-old")
             incarnation = zombie.peers["node"].incarnation
             zombie.send("node", Prepare("default", 1, 1, base, owners, incarnation))
-            zombie.send("owner", Emit("default", 1, 1, base, "add", ()))
+            zombie.send("owner", Emit("default", 1, 1, base, "add", (), zombie.peers["owner"].incarnation))
         zombie.send("node", OpenApply("default", 1))
         zombie.send("owner", Fold("default", 1))
         fleet.wait(lambda: sum("refused" in r.getMessage() for r in caplog.records) >= 6)

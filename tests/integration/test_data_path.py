@@ -207,7 +207,7 @@ class DataPath:
         """Emit the prepared attempt; returns its manifest, and every request that a node would make of it."""
         o = self.order
         assert o is not None
-        order = Emit("r", o.epoch, o.target, o.base, operation, self.set_only)
+        order = Emit("r", o.epoch, o.target, o.base, operation, self.set_only, INCARNATION)
         manifest = Emission(order, self.source, INCARNATION, self.store, Settings(bucket_bytes=bucket_bytes)).run()
         requests = []
         for p in manifest.payloads:

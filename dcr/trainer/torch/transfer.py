@@ -163,7 +163,9 @@ class DcrTransferSender(TrainerWeightTransferEngine[DcrTrainerInitInfo]):  # typ
         kind = Kind.DENSE if lost else Kind.RELATIVE
         base = Base(kind, self.version, baseline, f"{self._run}-{self.version + 1}-{self._epoch}")
         target = self.version + 1
-        order = Emit(init.record_id, self._epoch, target, base, self._settings.operation, init.set_only)
+        order = Emit(
+            init.record_id, self._epoch, target, base, self._settings.operation, init.set_only, self._incarnation
+        )
         problem = None
         try:
             emission = Emission(order, self._source, self._incarnation, self._delivery, self._settings)

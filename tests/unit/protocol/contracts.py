@@ -56,7 +56,7 @@ ORDERS = (
     m.OpenApply("policy", 10),
     m.Published("policy", 10),
     m.Refuse("policy", 10, "it reads wire version 0"),
-    m.Emit("policy", 10, 7, BASE, "add", ("lm_head.weight",)),
+    m.Emit("policy", 10, 7, BASE, "add", ("lm_head.weight",), 9),
     m.Fold("policy", 10),
     m.Outcome("policy", 10, 7, "v7-c1-3", "", {"payloads": 2, "members": ["e0"]}, 9, 5, LAYERS),
     m.ShowContents("policy", 10),

@@ -23,7 +23,7 @@ from dcr.protocol.step import Step
 
 
 def order(epoch: int, kind: Kind = Kind.RELATIVE, candidate: str = "w", *, base: int = 0, target: int = 1) -> Emit:
-    return Emit("policy", epoch, target, Base(kind, base, "d0", candidate), "add", ())
+    return Emit("policy", epoch, target, Base(kind, base, "d0", candidate), "add", (), 1)
 
 
 def roll_back(epoch: int) -> Emit:
@@ -309,3 +309,20 @@ def test_the_trail_of_a_seal_says_how_much_and_what() -> None:
     assert o.emit(order(1))[0] == Step("o", "Emit", 1, "relative")
     o.emitted(m)
     assert o.sealed(m) == [Step("o", "Seal", 1, payloads=0, content_digest="d1"), ReportSealed(m)]
+
+
+@pytest.mark.parametrize("kind", [Kind.RELATIVE, Kind.ABSOLUTE, Kind.RESTORE])
+def test_an_order_for_another_incarnation_emits_nothing_against_a_baseline(kind: Kind) -> None:
+    """The leader knew the baseline of the one that died; this one's may be another, of which nobody was told yet."""
+    o = owner(base=None)
+    found = o.emit(msgspec.structs.replace(order(3, kind), incarnation=7))
+    assert [type(e) for e in without_steps(found)] == [ReportEmitFailed]
+    assert o.emitting == 0
+    assert o.base is None
+    assert without_steps(o.emit(order(4, kind)))[-1] == StartEmission(order(4, kind))
+
+
+def test_a_dense_order_for_another_incarnation_needs_no_baseline() -> None:
+    o = owner(base=None)
+    dense = msgspec.structs.replace(order(3, Kind.DENSE), incarnation=7)
+    assert without_steps(o.emit(dense))[-1] == StartEmission(dense)

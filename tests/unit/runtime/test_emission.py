@@ -40,7 +40,7 @@ class Setting:
     def emission(self, kind, *, epoch=1, target=1, bucket_bytes=700, operation="add", set_only=(), **bounds):
         held = "" if kind is Kind.DENSE else self.source.baseline_digest.hex()
         base = Base(kind, 0, held, "" if kind is Kind.RESTORE else "c")
-        order = Emit("r", epoch, 0 if kind is Kind.RESTORE else target, base, operation, set_only)
+        order = Emit("r", epoch, 0 if kind is Kind.RESTORE else target, base, operation, set_only, INCARNATION)
         return Emission(order, self.source, INCARNATION, self.store, Settings(bucket_bytes=bucket_bytes, **bounds))
 
     def read(self, manifest):

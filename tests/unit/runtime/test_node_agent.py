@@ -138,7 +138,7 @@ class Led:
 
     def emit(self, order: Prepare) -> str:
         """Deliver the candidate's payloads, then its seal; the root over it."""
-        emit = Emit("default", order.epoch, order.target, order.base, "add", ("scale",))
+        emit = Emit("default", order.epoch, order.target, order.base, "add", ("scale",), INCARNATION)
         with torch.no_grad():
             manifest = Emission(emit, self.source, INCARNATION, self.delivery, Settings(bucket_bytes=700)).run()
         assert len(manifest.payloads) >= 3

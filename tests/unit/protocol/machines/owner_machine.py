@@ -132,7 +132,9 @@ class OwnerMachine(RuleBasedStateMachine):
 
     def _orders(self) -> None:
         p = self.w.orders[self.w.k.epoch].prepare
-        self.orders.append((self.m.incarnation, Emit("policy", p.epoch, p.target, p.base, "add", ())))
+        self.orders.append(
+            (self.m.incarnation, Emit("policy", p.epoch, p.target, p.base, "add", (), self.m.incarnation))
+        )
 
     def _owes_k(self) -> bool:
         c = self.w.k.committed
@@ -232,7 +234,7 @@ class OwnerMachine(RuleBasedStateMachine):
             cancelled = ["CancelEmission"] if m.emitting is not None else []
             m.emitting, m.kept, m.fence = None, None, order.epoch
             gone = base.candidate and base.candidate == m.given_up
-            lacks = needs and m.base != base.version
+            lacks = needs and (m.base != base.version or order.incarnation != m.incarnation)
             expected = [*cancelled, *(["EmitFailed", "ReportEmitFailed"] if gone or lacks else self._emits(order))]
         self.does(expected, self.o.emit, order)
 

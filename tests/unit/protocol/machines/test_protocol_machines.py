@@ -95,7 +95,7 @@ MACHINES = (
     ),
     Machine(
         OwnerMachine,
-        80,
+        240,
         30,
         (
             *("baseline_at_emission", "restore_while_folding", "emission_repeated", "fold_of_other_weights"),
