@@ -77,6 +77,7 @@ faults:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_scenario_with_own_models(tmp_path, monkeypatch):
     (tmp_path / "own_models.py").write_text(OWN)

@@ -74,7 +74,7 @@ class Moody(Placement):
 class Sharded:
     """An engine of two ranks in this process."""
 
-    def __init__(self, fleet, name, lacks=(), way=LEARNED):
+    def __init__(self, fleet, name, lacks=(), way=LEARNED, incarnation=100):
         self.name = name
         self.ranks = ("0", "1")
         self.shards = [Shard(rank, lacks) for rank in range(2)]
@@ -84,7 +84,7 @@ class Sharded:
         self._hosts = [
             RankHost(
                 lambda specs, shard=shard: way(shard, shard.load_weights, specs),
-                state_incarnation=100 + rank,
+                state_incarnation=incarnation + rank,
                 observe=fleet.observe,
                 tied=lambda skipped, loaded, shard=shard: tied_names(shard, skipped, loaded),
             )
@@ -269,7 +269,7 @@ def test_an_engine_that_loses_a_rank_is_out_and_the_others_of_its_node_go_on(fle
     assert node.wait_serving(2, WAIT_S, engine="one") == 2
     assert stored_bits(one.model) == served(fleet, 2)
 
-    again = Sharded(fleet, "sharded")
+    again = Sharded(fleet, "sharded", incarnation=200)
     other = node_of(fleet, again)
     assert other.wait_serving(2, WAIT_S) == 2
     assert again.bits() == fresh(fleet, 2)

@@ -57,6 +57,7 @@ def test_kill_after_every_payload_and_between_every_two_steps(fleet: Deployment)
     assert fleet.check_requests() > 100
 
 
+@pytest.mark.long
 def test_kill_in_the_middle_of_a_restore(fleet: Deployment) -> None:
     survivor = fleet.engine("survivor")
     fleet.check(survivor)

@@ -40,6 +40,7 @@ def relayed(tmp_path: Path):
     deployment.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nodes_are_killed_and_stopped_and_come_back(relayed: Relayed) -> None:
     d = relayed

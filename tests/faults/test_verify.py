@@ -194,7 +194,7 @@ def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
         ("sqlite://{0}/nothing/record.db", "default", "there is no"),
         ("sqlite://{0}", "default", "there is no"),
         ("sqlite://{0}/record.db.secret", "default", "record.db.secret"),
-        ("sqlite://{0}/record.db", "another", "no leader of record 'another' could be reached in 1.0 s"),
+        ("sqlite://{0}/record.db", "another", "no leader of record 'another' could be reached in 1 s"),
         ("etcd://{0}/record.db", "default", "control plane"),
     ],
 )

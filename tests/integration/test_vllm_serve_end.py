@@ -69,6 +69,7 @@ def train(checkpoint, tmp_path):
     assert not thread.is_alive()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
