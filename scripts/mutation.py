@@ -113,7 +113,10 @@ def outcomes() -> dict[str, int | None]:
     """What mutmut noted of each mutant; None if it was not tried."""
     found: dict[str, int | None] = {}
     for meta in sorted(MADE.glob("*.meta")):
-        found |= json.loads(meta.read_text())["exit_code_by_key"]
+        try:
+            found |= json.loads(meta.read_text())["exit_code_by_key"]
+        except ValueError:  # mutmut was ended, by the time that it had, in the middle of a write
+            print(f"{meta.name}: cut short; its mutants count as not tried", file=sys.stderr)
     return found
 
 
