@@ -43,10 +43,13 @@ def _bucket_numbers():
 
 @pytest.fixture
 def bucket(running_store, _bucket_numbers):
-    """The name of a new bucket."""
+    """The name of a new bucket, which is gone after the test."""
     name = f"bucket-{next(_bucket_numbers)}"
     running_store.client().create_bucket(Bucket=name)
-    return name
+    yield name
+    running_store.start()
+    # The server keeps a volume for each bucket, and has as many as the free disk allows: some sixty fill 65 GB.
+    running_store.client().delete_bucket(Bucket=name)
 
 
 @pytest.fixture
