@@ -11,6 +11,8 @@ from torch import nn
 from dcr.chaos.model import make
 
 CHECKPOINT = "model.safetensors"
+TWINS_MAX = 8
+"""So many twins' bits are remembered: those of what is served now, and a little before."""
 
 
 def stored_bits(model: nn.Module) -> dict[str, str]:
@@ -55,6 +57,8 @@ class Twins:
     def bits(self, checkpoint: Path) -> dict[str, str]:
         """What storage must hold after a refit to this checkpoint."""
         if checkpoint not in self._bits:
+            while len(self._bits) >= TWINS_MAX:
+                del self._bits[next(iter(self._bits))]
             twin = make(self._factory)
             load(twin, checkpoint)
             self._bits[checkpoint] = stored_bits(twin)

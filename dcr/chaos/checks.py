@@ -9,8 +9,6 @@ from safetensors.torch import load_file
 
 from dcr.chaos.bits import CHECKPOINT, Twins, combined
 from dcr.chaos.journal import REQUESTS, Answer, answers
-from dcr.control_plane.interface import HistoryEntry
-from dcr.protocol.record import CommitRecord
 from dcr.rollout.node import describe
 
 NAMED_MAX = 3
@@ -38,23 +36,46 @@ class Checks:
         self.versions: dict[int, Path] = {}
         self._folder = folder
         self._twins = twins
-        self._digests: dict[Path, str] = {}
+        self._whole: dict[int, str] = {}  # by version, what a request must see of all of storage
+        self._by_digest: dict[str, Path] = {}
+        self._seen: set[str] = set()  # names of checkpoints whose digest is known
 
-    def committed(self, record: CommitRecord) -> Path | None:
-        """The checkpoint whose bits the record's version is said to be; None, and a problem, if it is none of ours."""
-        found = self._checkpoint(record.baseline_id)
-        if found is None:
-            self.problems.append(f"version {record.version} is none of the trainer's checkpoints: {record.baseline_id}")
-        else:
-            self.versions[record.version] = found
-        return found
+    @property
+    def latest(self) -> int:
+        """The last committed version."""
+        return max(self.versions)
+
+    def begin(self, checkpoint: Path) -> None:
+        """Version 0 has the bits of this checkpoint."""
+        self.versions[0] = checkpoint
+        self._whole[0] = combined(self._twins.bits(checkpoint))
+
+    def won(self, version: int, digest: str) -> bool:
+        """A version was committed with this content: whether it is the one and only checkpoint that was.
+
+        It is a problem if it is none of the trainer's checkpoints, or another one was committed as this version.
+        """
+        checkpoint = self._checkpoint(digest)
+        if checkpoint is None:
+            self.problems.append(f"version {version} is none of the trainer's checkpoints: {digest}")
+            return False
+        winner = self.versions.setdefault(version, checkpoint)
+        if winner != checkpoint:
+            self.problems.append(f"version {version} has two winners: {winner.name} and {checkpoint.name}")
+            return False
+        if version not in self._whole:
+            self._whole[version] = combined(self._twins.bits(checkpoint))
+        return True
 
     def bits(self, engines: Mapping[str, Mapping[str, Any]], version: int) -> None:
         """Every engine serves the version, and holds what a fresh model holds that loaded its checkpoint densely."""
         checkpoint = self.versions.get(version)
         if checkpoint is None:
             return
-        expected = self._twins.bits(checkpoint)
+        self.same(engines, version, self._twins.bits(checkpoint))
+
+    def same(self, engines: Mapping[str, Mapping[str, Any]], version: int, expected: Mapping[str, str]) -> None:
+        """Every engine serves the version and holds these bits, by name of the parameter or buffer."""
         for name, engine in engines.items():
             if engine["version"] != version:
                 self.problems.append(f"{name} serves version {engine['version']}, and {version} is committed")
@@ -66,70 +87,28 @@ class Checks:
 
     def requests(self) -> None:
         """No engine answered from storage that is not the committed version on the answer's label."""
-        whole = {v: combined(self._twins.bits(c)) for v, c in self.versions.items()}
         for path in sorted(self._folder.glob(f"*{REQUESTS}")):
-            self._requests(path.stem, answers(path), whole)
+            self._requests(path.stem, answers(path))
 
-    def _requests(self, name: str, given: Iterable[Answer], whole: Mapping[int, str]) -> None:
+    def _requests(self, name: str, given: Iterable[Answer]) -> None:
         wrong: Counter[str] = Counter()
         last = -1
         for a in given:
             self.answers += 1
-            if a.version not in whole:
+            if a.version not in self._whole:
                 wrong[f"answered with version {a.version}, which was never committed"] += 1
-            elif a.digest != whole[a.version]:
+            elif a.digest != self._whole[a.version]:
                 wrong[f"answered from storage that is not version {a.version}"] += 1
             if a.version < last:
                 wrong[f"answered with version {a.version} after {last}"] += 1
             last = a.version
         self.problems += [f"{name}: {what}, {count} times" for what, count in wrong.most_common(NAMED_MAX)]
 
-    def history(self, entries: list[HistoryEntry], record: CommitRecord) -> None:
-        """Revisions and versions rise by one, and each version has one winner; the record is what was written last.
-
-        A commit that keeps a version, and its content, is that of a rollback.  A leader that another one has replaced
-        writes nothing more.
-        """
-        version = 0
-        replaced: set[str] = set()
-        for before, entry in zip([None, *entries], entries, strict=False):
-            if before is not None and entry.revision != before.revision + 1:
-                self.problems.append(f"the record's history goes from revision {before.revision} to {entry.revision}")
-            if before is not None and entry.actor != before.actor:
-                replaced.add(before.actor)
-            if entry.actor in replaced:
-                self.problems.append(
-                    f"revision {entry.revision} ({entry.reason}) is of {entry.actor}, which was replaced before it"
-                )
-            at = entry.version if entry.version is not None else version
-            committed = entry.reason == "Commit"
-            back = committed and at == version and self._checkpoint(entry.digest) == self.versions.get(at)
-            if at != version + committed and not back:
-                self.problems.append(
-                    f"revision {entry.revision} ({entry.reason} by {entry.actor}) makes version {at} of {version}"
-                )
-            version = at
-            if committed and entry.version is not None:
-                self._winner(entry)
-        if record.version != version:
-            self.problems.append(f"the record is at version {record.version}, and its history at {version}")
-        ids = Counter(e.operation_id for e in entries)
-        self.problems += [f"operation {i} made {n} revisions" for i, n in ids.items() if n > 1]
-
-    def _winner(self, entry: HistoryEntry) -> None:
-        checkpoint = self._checkpoint(entry.digest)
-        if checkpoint is None:
-            self.problems.append(f"version {entry.version} is none of the trainer's checkpoints: {entry.digest}")
-        elif self.versions.setdefault(entry.version or 0, checkpoint) != checkpoint:
-            was = self.versions[entry.version or 0].name
-            self.problems.append(f"version {entry.version} has two winners: {was} and {checkpoint.name}")
-
     def _checkpoint(self, digest: str) -> Path | None:
-        for folder in sorted((self._folder / "checkpoints").iterdir()):
-            if folder.name.startswith("."):
-                continue
-            if folder not in self._digests:
-                self._digests[folder] = describe(iter(load_file(folder / CHECKPOINT).items()))[1]
-            if self._digests[folder] == digest:
-                return folder
-        return None
+        """The checkpoint with this content; each is read once."""
+        if digest not in self._by_digest:
+            for folder in sorted((self._folder / "checkpoints").iterdir()):
+                if not folder.name.startswith(".") and folder.name not in self._seen:
+                    self._seen.add(folder.name)
+                    self._by_digest.setdefault(describe(iter(load_file(folder / CHECKPOINT).items()))[1], folder)
+        return self._by_digest.get(digest)

@@ -20,6 +20,7 @@ TIMELINE = "timeline.html"
 REPORT = "report.json"
 _HEAP = "1g"
 _VALIDATE_TIMEOUT_S = 600
+"""Of each part of a long log."""
 
 
 def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: str = "") -> RunReport:
@@ -73,9 +74,9 @@ def report_of(run: Run) -> RunReport:
         bytes_compared=run.checks.bytes,
         recovery_s=max((s.recovered_s - s.quiet_s for s in run.strikes if s.recovered_s is not None), default=0.0),
         seconds=time.monotonic() - run.totals.began_s,
+        began_s=zero_s,
     )
     _keep(report)
-    write_timeline(folder, report, zero_s)
     return report
 
 
@@ -91,34 +92,36 @@ def describe(d: Deployment) -> str:
 
 
 def _keep(report: RunReport) -> None:
-    (Path(report.folder) / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    folder = Path(report.folder)
+    (folder / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    write_timeline(folder, report)
 
 
 def validated(report: RunReport, spec: Path) -> RunReport:
     """The same report, once the run's event logs were held to the specification."""
     if report.skipped:
         return report
-    logs, problems = _validate(Path(report.folder) / "events", spec)
+    logs, validated, problems = _validate(Path(report.folder) / "events", spec)
     report = msgspec.structs.replace(
-        report, logs=logs, ok=report.ok and not problems, problems=report.problems + problems
+        report, logs=logs, validated=validated, ok=report.ok and not problems, problems=report.problems + problems
     )
     _keep(report)
     return report
 
 
-def _validate(events: Path, spec: Path) -> tuple[str, tuple[str, ...]]:
+def _validate(events: Path, spec: Path) -> tuple[str, bool, tuple[str, ...]]:
+    """What the logs are, whether they were validated, and the problems."""
     try:
         found = validate(events, spec, heap=_HEAP, timeout_s=_VALIDATE_TIMEOUT_S)
-    except CheckerMissingError as e:
-        return f"not validated: {e}", ()
-    except RefusedError as e:
-        return f"not validated: {e}", ()
+    except (CheckerMissingError, RefusedError) as e:
+        return f"not validated: {e}", False, ()
     except CheckerError as e:
-        return f"not validated: {e}", (f"the checker came to no verdict on the event logs: {e}",)
+        return f"not validated: {e}", False, (f"the checker came to no verdict on the event logs: {e}",)
     if found.ok:
-        return f"a behaviour of the specification: {found.lines:,} lines, {found.steps:,} steps", ()
+        said = f"a behaviour of the specification: {found.lines:,} lines, {found.steps:,} steps"
+        return said, True, ()
     what = "no behaviour of the specification"
-    return what, (f"the event logs are {what}: {found.rejected}: {'; '.join(found.why)}",)
+    return what, False, (f"the event logs are {what}: {found.rejected}: {'; '.join(found.why)}",)
 
 
 def execute_all(

@@ -31,7 +31,8 @@ from dcr.runtime.shared_memory import SharedMemory
 _RELAY = "heartbeat_s=0.5&peer_timeout_s=3&connect_timeout_s=3&fan_out=1"
 _S3 = "region=us-east-1&retry_timeout_s=4&connect_timeout_s=1&answer_timeout_s=2&look_pause_s=0.01&look_pause_max_s=0.1"
 _S3_RECORD = "region=us-east-1&connect_timeout_s=1&answer_timeout_s=2"
-_HISTORY_MAX = 1_000_000
+_WRITTEN_MEANWHILE_MAX = 8
+"""Writes of K between a look at its revision and one at its history."""
 _FOREIGN_SEED = 987_654_321
 _LEADER_TIMEOUT_S = 20.0
 _LOOK_S = 0.05
@@ -323,10 +324,18 @@ class Fleet:
                 continue
             return None if stored is None else decode_record(stored.body)
 
-    def history(self) -> list[HistoryEntry]:
-        """Every write of K, oldest first."""
+    def history(self, after: int) -> list[HistoryEntry]:
+        """The writes of K after this revision that the control plane still has, oldest first.
+
+        Raises:
+            DcrError: the control plane cannot be asked.
+        """
         assert self._control is not None
-        return self._control.history(RECORD, _HISTORY_MAX)[::-1]
+        stored = self._control.read(RECORD)
+        if stored is None or stored.revision <= after:
+            return []
+        entries = self._control.history(RECORD, stored.revision - after + _WRITTEN_MEANWHILE_MAX)
+        return [entry for entry in entries[::-1] if entry.revision > after]
 
     # ------------------------------------------------------------ the end
 

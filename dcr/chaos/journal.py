@@ -44,8 +44,10 @@ class Journal:
 def entries(path: Path) -> Iterator[Entry]:
     """The entries of a file; a half-written last line is left out."""
     decode = msgspec.json.Decoder(Entry).decode
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        yield decode(line)
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                yield decode(line)
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -58,6 +60,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 def answers(path: Path) -> Iterator[Answer]:
     """The requests of a file; a half-written last line is left out."""
-    for line in path.read_text().split("\n")[:-1]:
-        t, version, digest = line.split()
-        yield Answer(float(t), int(version), digest)
+    with path.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                t, version, digest = line.split()
+                yield Answer(float(t), int(version), digest)

@@ -47,14 +47,11 @@ class Child:
         self.pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=run, args=(msgspec.json.encode(config), theirs), daemon=True)
         self._process.start()  # the first one waits for the process that all are forked from
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self._ended_with: int | None = None
         self.started_s = time.monotonic()
         theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        assert self._process.pid is not None
-        return self._process.pid
 
     @property
     def sentinel(self) -> int:
@@ -64,7 +61,7 @@ class Child:
     @property
     def exitcode(self) -> int | None:
         """None while it lives."""
-        return self._process.exitcode
+        return self._process.exitcode if self._ended_with is None else self._ended_with
 
     @property
     def log(self) -> Path:
@@ -117,19 +114,23 @@ class Child:
             self.go_on()
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end; safe to repeat.
+        """SIGKILL, wait for the end, and let go of what the harness holds of it; safe to repeat.
 
         Raises:
             ChildError: it did not end.
         """
+        if self._ended_with is not None:
+            return
         self._process.kill()
         self._process.join(END_TIMEOUT_S)
         if self._process.exitcode is None:
             raise ChildError(f"{self.name} (process {self.pid}) did not end in {END_TIMEOUT_S:g} s after SIGKILL")
+        self._ended_with = self._process.exitcode
+        self._process.close()  # a soak has thousands of them, and each would keep two files open
         self.pipe.close()
 
     def _signal(self, number: int) -> None:
-        if self._process.exitcode is None:
+        if self.exitcode is None:
             os.kill(self.pid, number)
 
 

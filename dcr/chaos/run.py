@@ -1,20 +1,23 @@
 """One run of a scenario: refits under fire, and what must hold after each of them."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dcr.chaos.bits import Twins
 from dcr.chaos.checks import Checks
 from dcr.chaos.fleet import Fleet, use_few_threads
+from dcr.chaos.history import FILE, History
 from dcr.chaos.process import ChildError
 from dcr.chaos.pushes import Pushes
 from dcr.chaos.scenario import Scenario
 from dcr.chaos.strike import Strike, Totals
 from dcr.chaos.supervisor import Supervisor
+from dcr.control_plane.interface import ControlPlaneUnavailableError, HistoryEntry
 from dcr.protocol.errors import DcrError
 from dcr.protocol.record import CommitRecord
 
@@ -49,10 +52,17 @@ class Run:
         self.strikes = [Strike(n, f) for n, f in enumerate(scenario.faults)]
         self.fleet = Fleet(scenario, folder, bug)
         self.checks = Checks(folder, Twins(scenario.deployment.model.engine))
-        self.checks.versions[0] = self.fleet.first
-        self._pushes = Pushes(self.fleet, self.strikes, self.totals, tell)
+        self.checks.begin(self.fleet.first)
+        self._history = History(folder / FILE, self.checks.problems, self._commit)
+        self.pushes = Pushes(self.fleet, self.strikes, self.totals, tell)
         self._supervisor = Supervisor(
-            self.fleet, self.strikes, self._pushes, checks=self.checks, totals=self.totals, tell=tell
+            self.fleet,
+            self.strikes,
+            self.pushes,
+            checks=self.checks,
+            totals=self.totals,
+            tell=tell,
+            follow=self._follow,
         )
 
     def run(self) -> None:
@@ -65,7 +75,7 @@ class Run:
             self._told(self._start)
             if not self.checks.problems:
                 self._told(refits)
-            self._told(lambda: self.checks.history(self.fleet.history(), self._record()))
+            self._told(lambda: self._read_history(end=True))
         finally:
             self.fleet.close()
         self.checks.requests()
@@ -93,7 +103,7 @@ class Run:
         Raises:
             DcrError: it did not come to that.
         """
-        self._pushes.refit = number
+        self.pushes.refit = number
         self._supervisor.epoch = self._record().epoch
         restoring = [s for s in strikes if s.fault.point.restore]
         if restoring:
@@ -101,7 +111,7 @@ class Run:
             self._supervisor.epoch = self._record().epoch
         normal = [s for s in strikes if not s.fault.point.restore]
         self._arm(normal)
-        self._pushes.begin()
+        self.pushes.begin()
         self._supervisor.settle(self.scenario.recover_within_s)
         self._supervisor.wait_for(lambda: all(s.fired_s is not None for s in normal), _LATE_S)
         self._supervisor.settle(self.scenario.recover_within_s)
@@ -141,13 +151,49 @@ class Run:
             if now - strike.quiet_s > self.scenario.recover_within_s:
                 self.checks.problems.append(f"{strike.fault}: recovered only after {now - strike.quiet_s:.1f} s")
 
+    def _follow(self) -> None:
+        """Read the history while a refit goes on; it may be that the control plane does not answer now."""
+        with contextlib.suppress(ControlPlaneUnavailableError):
+            self._history.read(self.fleet.history(self._history.revision))
+
+    def _read_history(self, *, end: bool = False) -> None:
+        record = self._record()  # waits until the control plane answers
+        self._history.read(self.fleet.history(self._history.revision))
+        if end:
+            self._history.end(record)
+
+    def _commit(self, entry: HistoryEntry) -> bool:
+        return entry.version is not None and self.checks.won(entry.version, entry.digest)
+
     def _compare(self) -> None:
+        self._read_history()
         record = self._record()
-        self.checks.committed(record)
+        self.checks.won(record.version, record.baseline_id)
+        self.checks.bits(self._stored(), record.version)
+
+    def compare_with(self, checkpoint: Path) -> tuple[int, int]:
+        """Compare every engine with a fresh model that loads this checkpoint, which is what is committed, now.
+
+        Returns:
+            how many engines there are, and how many parameters and buffers the model has.
+        """
+        version = self._record().version
+        committed = self.checks.versions.get(version)
+        if committed != checkpoint:
+            self.checks.problems.append(f"version {version} is {committed}, and the last candidate was {checkpoint}")
+        expected = Twins(self.scenario.deployment.model.engine).bits(checkpoint)
+        found = self._stored()
+        self.checks.same(found, version, expected)
+        return len(found), len(expected)
+
+    def _stored(self) -> dict[str, dict[str, Any]]:
+        """What every engine serves and holds, by its name."""
         for node in self.fleet.nodes.values():
             node.send("bits")
+        found: dict[str, dict[str, Any]] = {}
         for node in self.fleet.nodes.values():
-            self.checks.bits(self._supervisor.answer(node, "bits", ANSWER_TIMEOUT_S), record.version)
+            found |= self._supervisor.answer(node, "bits", ANSWER_TIMEOUT_S)
+        return found
 
     def _arm(self, strikes: list[Strike]) -> None:
         for name, there in self._arms(strikes).items():

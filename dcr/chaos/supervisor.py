@@ -13,6 +13,8 @@ from dcr.chaos.scenario import Fault
 from dcr.chaos.strike import Strike, Totals
 
 PUMP_S = 0.1
+FOLLOW_S = 1.0
+"""Between two looks at the history of K, of which a control plane keeps the last thousand writes."""
 
 
 class Supervisor:
@@ -25,6 +27,7 @@ class Supervisor:
         checks: is told what must not be.
         totals: counted here.
         tell: takes a line of progress.
+        follow: reads what was written of K since; called every second, unless what was struck is still away.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Supervisor:
         checks: Checks,
         totals: Totals,
         tell: Callable[[str], None],
+        follow: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._strikes = strikes
@@ -43,6 +47,8 @@ class Supervisor:
         self._checks = checks
         self._totals = totals
         self._tell = tell
+        self._follow = follow
+        self._followed_s = time.monotonic()
         self._serving: dict[str, int | None] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._expected_deaths: set[int] = set()
@@ -117,6 +123,9 @@ class Supervisor:
         self._timers = [t for t in self._timers if t[0] > now]
         for _, act in due:
             act()
+        if now > self._followed_s + FOLLOW_S and not self._timers:
+            self._follow()
+            self._followed_s = time.monotonic()
         for child in self._fleet.children:
             child.keep_going()
         by_pipe = {c.pipe: c for c in self._fleet.children if not c.pipe.closed and not c.gone}
@@ -163,9 +172,12 @@ class Supervisor:
     def _died(self, child: Child) -> None:
         child.gone = True
         child.zombie = False
+        child.kill()  # it has ended: what the harness holds of it is let go
         for index in child.config.engines:
             self._serving[f"engine-{index}"] = None
-        if child.pid not in self._expected_deaths:
+        expected = child.pid in self._expected_deaths
+        self._expected_deaths.discard(child.pid)  # the machine may give the number to another process
+        if not expected:
             tail = f"the end of {child.log}:\n{child.log_tail}"
             raise ChildError(f"{child.name} ended by itself, status {child.exitcode}; {tail}")
 

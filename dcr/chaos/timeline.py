@@ -16,7 +16,7 @@ from dcr.chaos.report import RunReport
 
 _PAGE = Path(__file__).with_suffix(".html")
 STEPS_MAX = 20_000
-"""How many steps are drawn; a longer run shows its first ones, and says so."""
+"""How many steps are drawn; a longer run shows its first ones and every fault, and says so."""
 _QUIET_S = 0.05
 """Longer without an answer than this, and the band of answers has a gap."""
 _LANE_PX = 46
@@ -41,41 +41,111 @@ class Lane:
     marks: list[Entry] = field(default_factory=list)
 
 
-def write_timeline(folder: Path, report: RunReport, began_s: float) -> Path:
+@dataclass
+class _Drawn:
+    """What is drawn, gathered from one journal after the other: of a long run so much as a page can show."""
+
+    lanes: dict[str, Lane] = field(default_factory=dict)
+    commits: list[tuple[float, str]] = field(default_factory=list)
+    faults: list[tuple[str, Entry]] = field(default_factory=list)
+    steps: list[tuple[str, Entry]] = field(default_factory=list)
+    """By lane; the first ``STEPS_MAX`` of the run, once all were gathered."""
+    count: int = 0
+    """Of all steps and faults."""
+    starts: dict[str, list[tuple[float, float, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    def journal(self, path: Path) -> None:
+        """Gather what one process said."""
+        name, _, start = path.stem.rpartition("-")
+        first = last = 0.0
+        serving: dict[str, list[Entry]] = defaultdict(list)
+        for e in entries(path):
+            first, last = first or e.t, e.t
+            match e.what:
+                case "serving":
+                    serving[e.who].append(e)
+                case "pushed" if e.action != "error":
+                    self.commits.append((e.t, e.detail))
+                case "fault":
+                    self.count += 1
+                    self.faults.append((name, e))
+                case "step":
+                    self.count += 1
+                    taker = _engine(e.who) if e.who.startswith(("engine", "receiver")) else name
+                    self.steps.append((taker, e))
+                    if len(self.steps) >= 2 * STEPS_MAX:
+                        self.cut()
+        if first:
+            self.starts[name].append((first, last, start))
+            self.lane(name)
+        for who, some in serving.items():
+            self.lane(_engine(who)).served += _spans(some, last)
+
+    def lane(self, name: str) -> Lane:
+        """The row of this name."""
+        return self.lanes.setdefault(name, Lane(name))
+
+    def cut(self) -> None:
+        """Leave only the first steps."""
+        self.steps.sort(key=lambda step: step[1].t)
+        del self.steps[STEPS_MAX:]
+
+    def end(self, folder: Path, end: float) -> list[Lane]:
+        """All rows, once every journal was gathered."""
+        self.cut()
+        self.commits.sort()
+        for name, e in (*self.steps, *self.faults):
+            self.lane(name).marks.append(e)
+        for name, lives in self.starts.items():
+            lives.sort()
+            followed = [*lives, (end, end, "")]
+            self.lanes[name].lives = [(a[0], min(max(a[1], a[0] + 0.01), b[0]), a[2]) for a, b in pairwise(followed)]
+        for path in sorted(folder.glob(f"*{REQUESTS}")):
+            self.lane(path.stem.rpartition("-")[0]).answered += _answered(path)
+        return [self.lanes[name] for name in sorted(self.lanes, key=_order)]
+
+
+def write_timeline(folder: Path, report: RunReport) -> Path:
     """Draw a run from the journals in its folder.
 
     Args:
         folder: of the run.
-        report: what it came to.
-        began_s: on the monotonic clock: the left edge.
+        report: what it came to; the left edge is when its first process was started.
     """
-    found = {path: list(entries(path)) for path in sorted(folder.glob(f"*{SUFFIX}"))}
-    began_s = min([e.t for some in found.values() for e in some] + [began_s])
-    end = max([e.t for some in found.values() for e in some] + [began_s + 0.001])
-    lanes = _lanes(found, folder, end)
-    commits = sorted(
-        (e.t, e.detail) for some in found.values() for e in some if e.what == "pushed" and e.action != "error"
-    )
-    steps = sorted((e for some in found.values() for e in some if e.what in {"step", "fault"}), key=lambda e: e.t)
+    drawn = _Drawn()
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        drawn.journal(path)
+    lives = [life for some in drawn.starts.values() for life in some]
+    began_s = min([first for first, _, _ in lives] + [report.began_s])
+    end = max([last for _, last, _ in lives] + [began_s + 0.001])
+    lanes = drawn.end(folder, end)
+    steps = sorted([e for _, e in (*drawn.steps, *drawn.faults)], key=lambda e: e.t)
     scale = _Scale(began_s, max(end - began_s, 0.001))
+    cut = drawn.count > len(steps)
     page = Template(_PAGE.read_text()).substitute(
         title=escape(report.name),
         verdict="ok" if report.ok else "wrong",
-        said="every check held" if report.ok else f"{len(report.problems)} problems",
+        said=_said(report),
         facts=_facts(report),
         problems="".join(f"<li>{escape(p)}</li>" for p in report.problems),
         notes="".join(f"<li>{escape(n)}</li>" for n in report.notes),
         faults=_faults(report),
         axis=_axis(scale),
-        commits="".join(_commit(scale, t, detail) for t, detail in commits),
+        commits="".join(_commit(scale, t, detail) for t, detail in drawn.commits),
         lanes="".join(_lane(scale, lane) for lane in lanes),
         height=len(lanes) * _LANE_PX + 24,
-        steps="".join(_step(scale, e) for e in steps[:STEPS_MAX]),
-        cut=f"the first {STEPS_MAX:,} of {len(steps):,} steps" if len(steps) > STEPS_MAX else f"{len(steps):,} steps",
+        steps="".join(_step(scale, e) for e in steps),
+        cut=f"the first {STEPS_MAX:,} of {drawn.count:,} steps, and every fault" if cut else f"{drawn.count:,} steps",
     )
     path = folder / "timeline.html"
     path.write_text(page)
     return path
+
+
+def _said(report: RunReport) -> str:
+    if not report.ok:
+        return f"{len(report.problems)} problems"
+    return "every check held" if report.validated else "every check held that was made; event logs not validated"
 
 
 @dataclass(frozen=True)
@@ -90,32 +160,6 @@ class _Scale:
     def wide(self, since: float, until: float) -> str:
         """How wide it is drawn, in percent."""
         return f"{max(100 * (until - since) / self.long_s, 0.02):.4f}%"
-
-
-def _lanes(found: dict[Path, list[Entry]], folder: Path, end: float) -> list[Lane]:
-    lanes: dict[str, Lane] = {}
-    starts: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    for path, some in found.items():
-        if not some:
-            continue
-        name, _, start = path.stem.rpartition("-")
-        starts[name].append((some[0].t, some[-1].t, start))
-        lanes.setdefault(name, Lane(name))
-        for who in dict.fromkeys(e.who for e in some if e.what == "serving"):
-            engine = lanes.setdefault(_engine(who), Lane(_engine(who)))
-            engine.served += _spans([e for e in some if e.what == "serving" and e.who == who], some[-1].t)
-        for e in some:
-            if e.what in {"step", "fault"}:
-                taker = _engine(e.who) if e.what == "step" and e.who.startswith(("engine", "receiver")) else name
-                lanes.setdefault(taker, Lane(taker)).marks.append(e)
-    for name, lives in starts.items():
-        lives.sort()
-        followed = [*lives, (end, end, "")]
-        lanes[name].lives = [(a[0], min(max(a[1], a[0] + 0.01), b[0]), a[2]) for a, b in pairwise(followed)]
-    for path in sorted(folder.glob(f"*{REQUESTS}")):
-        name = path.stem.rpartition("-")[0]
-        lanes.setdefault(name, Lane(name)).answered += _answered(path)
-    return [lanes[name] for name in sorted(lanes, key=_order)]
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -169,7 +213,7 @@ def _lane(scale: _Scale, lane: Lane) -> str:
             f'<rect x="{scale.at(since)}" y="8" width="{scale.wide(since, until)}" height="4" '
             f'fill="hsl({_hue(version)} 70% 40%)"><title>answers with version {escape(version)}</title></rect>'
         )
-    drawn += [_mark(scale, e) for e in lane.marks[:STEPS_MAX]]
+    drawn += [_mark(scale, e) for e in lane.marks]
     svg = f'<svg width="100%" height="{_LANE_PX}">{"".join(drawn)}</svg>'
     return f'<div class="lane"><b>{escape(lane.name)}</b>{svg}</div>'
 
@@ -219,6 +263,7 @@ def _facts(r: RunReport) -> str:
         "answers compared": f"{r.requests:,}",
         "resident bytes compared": f"{r.bytes_compared:,}",
         "slowest recovery": f"{r.recovery_s:.1f} s",
+        "event logs": r.logs.partition("\n")[0],
     }
     return "".join(f"<div><span>{escape(k)}</span><strong>{escape(str(v))}</strong></div>" for k, v in facts.items())
 

@@ -1,5 +1,6 @@
 """The checks of a run, each given what it must not accept; and a page that says hostile names as they are."""
 
+import shutil
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -7,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dcr.chaos import bits
 from dcr.chaos.bits import Twins, combined, load, stored_bits
 from dcr.chaos.checks import Checks
 from dcr.chaos.journal import Journal, entries
 from dcr.chaos.model import make, train_step
 from dcr.chaos.report import FaultReport, RunReport
 from dcr.chaos.timeline import write_timeline
-from dcr.control_plane.interface import HistoryEntry
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.node import describe
 
@@ -33,7 +34,8 @@ def run(tmp_path):
         digests[name] = describe(iter(state.items()))[1]
         train_step(policy, len(digests), 0.2)
     checks = Checks(tmp_path, Twins(ENGINE))
-    checks.versions = {0: tmp_path / "checkpoints/v0", 1: tmp_path / "checkpoints/c1"}
+    checks.begin(tmp_path / "checkpoints/v0")
+    assert checks.won(1, digests["c1"])
     return SimpleNamespace(folder=tmp_path, checks=checks, digests=digests)
 
 
@@ -59,10 +61,10 @@ def test_one_flipped_bit_is_noticed(run):
 
 
 def test_a_buffer_or_a_name_more_is_noticed(run):
-    bits = stored_bits(engine(run))
-    run.checks.bits({"e": {"version": 0, "bits": {**bits, "more": ""}, "bytes": 1}}, 0)
+    found = stored_bits(engine(run))
+    run.checks.bits({"e": {"version": 0, "bits": {**found, "more": ""}, "bytes": 1}}, 0)
     assert run.checks.problems == ["e: other bits than version 0 in more"]
-    assert "table" in bits
+    assert "table" in found
 
 
 @pytest.mark.parametrize(
@@ -86,39 +88,29 @@ def test_requests_are_held_to_their_labels(run, lines, said):
     assert run.checks.problems == ([f"engine-0-1: {said}"] if said else [])
 
 
-def entry(revision, reason, version, digest="", *, operation=None, actor="leader"):
-    return HistoryEntry(revision, operation or f"op-{revision}", actor, reason, 0.0, version, digest)
+def test_an_answer_is_held_to_each_version_that_was_won(run):
+    """Also to one of which the trainer was never told; its twin is made when it was won, once."""
+    run.checks.begin(run.folder / "checkpoints/v0")
+    assert run.checks.won(1, run.digests["c1"])
+    assert run.checks.won(2, run.digests["c2"])
+    assert run.checks.latest == 2
+    shutil.rmtree(run.folder / "checkpoints/c1")  # as a soak does
+    assert run.checks.won(1, run.digests["c1"])
+    whole = {v: combined(stored_bits(engine(run, name))) for v, name in ((0, "v0"), (2, "c2"))}
+    text = f"1.0 0 {whole[0]}\n1.1 1 {run.checks._whole[1]}\n1.2 2 {whole[2]}\n1.3 2 {whole[0]}\n"
+    (run.folder / "engine-1-1.requests").write_text(text)
+    run.checks.requests()
+    assert run.checks.problems == ["engine-1-1: answered from storage that is not version 2, 1 times"]
 
 
-def test_history_rises_by_one(run):
-    d = run.digests
-    good = [
-        entry(1, "CreateRecord", 0),
-        entry(2, "OpenAttempt", 0),
-        entry(3, "Commit", 1, d["c1"]),
-        entry(4, "Admit", 1),
-    ]
-    record = SimpleNamespace(version=1)
-    run.checks.history(good, record)
-    run.checks.history([*good, entry(5, "Commit", 1, d["c1"])], record)  # of a rollback: nothing is new
-    taken = [*good, entry(5, "TakeOver", 1, actor="next")]
-    run.checks.history(taken, record)
-    assert run.checks.problems == []
-    bad = {
-        "from revision 2 to 4": [good[0], good[1], good[3]],
-        "makes version 1 of 1": [*good, entry(5, "Commit", 1, d["v0"])],
-        "version 1 has two winners: c1 and c2": [*good, entry(5, "Commit", 1, d["c2"])],
-        "makes version 2 of 0": [good[0], entry(2, "Commit", 2, d["c2"])],
-        "makes version 0 of 1": [*good, entry(5, "Admit", 0)],
-        "is none of the trainer's checkpoints": [*good, entry(5, "Commit", 2, "beef")],
-        "operation op-3 made 2 revisions": [*good, entry(5, "Admit", 1, operation="op-3")],
-        "revision 6 (Admit) is of leader, which was replaced before it": [*taken, entry(6, "Admit", 1)],
-        "the record is at version 1, and its history at 0": good[:2],
-    }
-    for said, entries_ in bad.items():
-        run.checks.problems.clear()
-        run.checks.history(entries_, record)
-        assert any(said in p for p in run.checks.problems), (said, run.checks.problems)
+def test_twins_are_remembered_for_a_while(run, monkeypatch):
+    monkeypatch.setattr(bits, "TWINS_MAX", 2)
+    twins = Twins(ENGINE)
+    first = [twins.bits(run.folder / "checkpoints" / name) for name in ("v0", "c1", "c2")]
+    assert len(twins._bits) == 2
+    again = [twins.bits(run.folder / "checkpoints" / name) for name in ("v0", "c1", "c2")]
+    assert again == first
+    assert first[0] != first[1]
 
 
 def test_a_model_that_is_none_is_named():
@@ -173,8 +165,9 @@ def test_a_hostile_name_is_shown_and_does_nothing(tmp_path):
         problems=(HOSTILE,),
         notes=(HOSTILE,),
         faults=(FaultReport(HOSTILE, 0.1, None, None),),
+        began_s=began,
     )
-    page = write_timeline(tmp_path, report, began).read_text()
+    page = write_timeline(tmp_path, report).read_text()
     reader = Reader()
     reader.feed(page)
     assert reader.tags.count("script") == 1
