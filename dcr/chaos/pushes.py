@@ -1,11 +1,15 @@
 """The trainer's steps and pushes, as the harness orders them: retried by whoever would retry them in earnest."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from dcr.chaos.fleet import Fleet
 from dcr.chaos.process import ChildError
 from dcr.chaos.strike import Strike, Totals
+
+KINDS_MAX = 100
+"""Commits whose kinds are remembered."""
 
 
 class Pushes:
@@ -25,6 +29,8 @@ class Pushes:
         self.checkpoint = fleet.first
         """From which a trainer starts again."""
         self.refit = 0
+        self.kinds: deque[str] = deque(maxlen=KINDS_MAX)
+        """Of the last commits that the trainer knew of: relative, absolute or dense."""
         self._fleet = fleet
         self._strikes = strikes
         self._totals = totals
@@ -88,6 +94,7 @@ class Pushes:
         assert isinstance(attempts, int)
         self.checkpoint = self._candidate
         self._totals.commits += 1
+        self.kinds.append(str(report["kind"]))
         self._totals.retries += max(attempts - 1, 0)  # a push that another leader ended has none to tell of
         now = time.monotonic()
         for strike in self._strikes:
