@@ -97,11 +97,17 @@ def _keep(report: RunReport) -> None:
     write_timeline(folder, report)
 
 
-def validated(report: RunReport, spec: Path) -> RunReport:
-    """The same report, once the run's event logs were held to the specification."""
+def validated(report: RunReport, spec: Path, tell: Callable[[str], None]) -> RunReport:
+    """The same report, once the run's event logs were held to the specification.
+
+    Args:
+        report: of the run.
+        spec: folder of the specification.
+        tell: takes a line of progress, if the logs are long.
+    """
     if report.skipped:
         return report
-    logs, validated, problems = _validate(Path(report.folder) / "events", spec)
+    logs, validated, problems = _validate(Path(report.folder) / "events", spec, tell)
     report = msgspec.structs.replace(
         report, logs=logs, validated=validated, ok=report.ok and not problems, problems=report.problems + problems
     )
@@ -109,10 +115,14 @@ def validated(report: RunReport, spec: Path) -> RunReport:
     return report
 
 
-def _validate(events: Path, spec: Path) -> tuple[str, bool, tuple[str, ...]]:
+def _validate(events: Path, spec: Path, tell: Callable[[str], None]) -> tuple[str, bool, tuple[str, ...]]:
     """What the logs are, whether they were validated, and the problems."""
+
+    def taken(steps: int, of: int) -> None:
+        tell(f"event logs: {steps:,} of {of:,} steps are a behaviour of the specification")
+
     try:
-        found = validate(events, spec, heap=_HEAP, timeout_s=_VALIDATE_TIMEOUT_S)
+        found = validate(events, spec, heap=_HEAP, timeout_s=_VALIDATE_TIMEOUT_S, tell=taken)
     except (CheckerMissingError, RefusedError) as e:
         return f"not validated: {e}", False, ()
     except CheckerError as e:
@@ -156,7 +166,7 @@ def execute_all(
             if spec is None:
                 waiting.append(_known(report))
             else:
-                waiting.append(checker.submit(validated, report, spec))
+                waiting.append(checker.submit(validated, report, spec, tell))
             collect(wait=False)
         collect(wait=True)
     return reports

@@ -174,7 +174,7 @@ def _soak(options: argparse.Namespace) -> dict[str, Any]:
     soak.soak()
     report = report_of(soak.run)
     if not options.no_logs:
-        report = validated(report, options.spec.absolute())
+        report = validated(report, options.spec.absolute(), screen.tell)
     screen.row(HEADER)
     screen.row(row(report))
     for line in details(report):

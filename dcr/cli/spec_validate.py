@@ -11,7 +11,11 @@ from dcr.modelcheck.eventlog.validate import validate
 
 def validate_logs(options: argparse.Namespace) -> dict[str, Any]:
     """Validate the logs of a folder; see `dcr spec validate --help`."""
-    found = validate(options.folder, options.spec, heap=options.heap, timeout_s=options.timeout_s)
+
+    def tell(taken: int, of: int) -> None:
+        say(f"       {taken:,} of {of:,} steps are taken")
+
+    found = validate(options.folder, options.spec, heap=options.heap, timeout_s=options.timeout_s, tell=tell)
     for note in found.notes:
         say(f"note   {note}")
     if found.ok:

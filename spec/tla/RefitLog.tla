@@ -7,6 +7,8 @@
 (* validate` writes RefitLogData from the logs: the constants, the lines    *)
 (* and the first K.  A line decides its step, so there is one state for     *)
 (* each line, and the first line that has no step is where TLC ends.        *)
+(* A long log is taken in parts, each of which begins where the one before  *)
+(* it ended.                                                               *)
 (*                                                                         *)
 (* Where an action of the specification asks more than its party can know,  *)
 (* or does more than the log tells, the action here says what is left out:  *)
@@ -24,8 +26,7 @@ AnyEngines == SUBSET Engines
 \* Nothing happens in the model: the line tells what the model has no state for, or what it has seen already.
 Nothing == UNCHANGED vars
 
-LogInit ==
-  /\ line = 1
+Begun ==
   /\ K = FirstRecord
   /\ writes = {}
   /\ coord = [ c \in Coordinators |->
@@ -55,6 +56,57 @@ LogInit ==
                 writes |-> MaxFailedWrites, waits |-> MaxTimeOuts, evictions |-> MaxEvictions,
                 unknowns |-> MaxUnknowns, steps |-> MaxSteps, stops |-> MaxStops,
                 abandons |-> MaxAbandons, rollbacks |-> MaxRollbacks ]
+
+\* Where the part before this one ended.
+Resumed(s) ==
+  /\ K = s.K
+  /\ writes = s.writes
+  /\ coord = s.coord
+  /\ orders = s.orders
+  /\ applies = s.applies
+  /\ failed = s.failed
+  /\ told = s.told
+  /\ push = s.push
+  /\ own = s.own
+  /\ tracker = s.tracker
+  /\ weights = s.weights
+  /\ net = s.net
+  /\ manifests = s.manifests
+  /\ node = s.node
+  /\ rank = s.rank
+  /\ mem = s.mem
+  /\ prepared = s.prepared
+  /\ acks = s.acks
+  /\ commits = s.commits
+  /\ licensed = s.licensed
+  /\ faults = s.faults
+
+LogInit == line = 1 /\ (IF Continues THEN Resumed(Before) ELSE Begun)
+
+(* What the next part begins with: this state, without messages that were sent more than Kept epochs ago and that no    *)
+(* rank and no owner is at, and without commits so long past that nobody holds them.  Nothing comes of a message but    *)
+(* what needs its order, which goes with it; no later commit can be of a version that is forgotten; so that to forget   *)
+(* may reject a log, and never accepts one.                                                                            *)
+Kept == 32
+At == { own[o].emitting : o \in Owners } \union UNION { { rank[e][r].epoch : r \in Ranks } : e \in Engines }
+Recent(epoch) == epoch >= K.epoch - Kept \/ epoch \in At
+Held == { own[o].base : o \in Owners } \union { node[e].serving : e \in Engines }
+          \union UNION { { rank[e][r].version : r \in Ranks } : e \in Engines }
+Known(version) == version >= K.version - Kept \/ version \in Held
+
+Left ==
+  [ K |-> K, writes |-> writes, coord |-> coord, push |-> push, own |-> own, tracker |-> tracker, weights |-> weights,
+    node |-> node, rank |-> rank, mem |-> mem, faults |-> faults,
+    told |-> told \intersect { K.committed.epoch },
+    applies |-> { epoch \in applies : Recent(epoch) },
+    failed |-> { epoch \in failed : Recent(epoch) },
+    orders |-> { x \in orders : Recent(x.epoch) },
+    net |-> { x \in net : Recent(x.epoch) },
+    manifests |-> { x \in manifests : Recent(x.epoch) },
+    prepared |-> { x \in prepared : Recent(x.epoch) },
+    acks |-> { x \in acks : Recent(x.epoch) },
+    commits |-> { x \in commits : Known(x.version) },
+    licensed |-> { x \in licensed : Known(x.version) } ]
 
 -----------------------------------------------------------------------------
 (* Leaders.  A line says what K was after the write: so it must be.         *)
@@ -290,6 +342,7 @@ LogNext ==
   /\ line' = line + 1
   /\ Took(Lines[line])
   /\ Holding
+  /\ line' > Len(Lines) /\ Continued => PrintT(<< "left", Left' >>)
 
 LogSpec == LogInit /\ [][LogNext]_<< vars, line >>
 

@@ -1,6 +1,7 @@
 """`dcr spec validate`: logs of real runs are behaviours of the specification; falsified ones are rejected, by line."""
 
 import json
+import shutil
 
 import pytest
 from event_logs import GOLDEN, SPEC, Logs, rejected_at
@@ -21,6 +22,29 @@ def test_the_golden_logs_are_a_behaviour(capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["ok"], report["lines"], report["transitions"], report["notes"]) == (True, 160, 3, [])
     assert report["steps"] > 150
+
+
+def test_a_long_log_is_taken_in_parts_which_may_forget_all_but_the_present_epoch(tmp_path):
+    spec = shutil.copytree(SPEC, tmp_path / "spec", ignore=shutil.ignore_patterns("traces"))
+    module = spec / "RefitLog.tla"
+    assert "\nKept == 32\n" in module.read_text()
+    module.write_text(module.read_text().replace("\nKept == 32\n", "\nKept == 0\n"))
+    told = []
+    found = validate(GOLDEN, spec, heap="1g", part_steps=1, tell=lambda taken, of: told.append((taken, of)))
+    assert found.ok, found
+    assert told == [(100, found.steps)]  # twenty steps for each of five cells, at least
+
+
+@pytest.mark.long
+def test_a_wrong_line_of_a_later_part_is_named_as_it_is_in_one_piece(logs):
+    path = logs.path("rank", "a")
+    events, at = logs.read(path), logs.find(path, "EndWrite", 14)
+    events[at + 1 : at + 1] = events[at - 1 : at + 1]
+    logs.write(path, events)
+    found = validate(logs.folder, SPEC, heap="1g", part_steps=1)
+    assert found.steps > 100
+    assert rejected_at(found, path, at + 2), found
+    assert "Identity(m) \\notin k.seen" in found.why[-1]
 
 
 # ---------------------------------------------------------------- what the specification forbids

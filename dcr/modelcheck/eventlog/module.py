@@ -39,17 +39,25 @@ class _Writer:
                 return "[ " + ", ".join(f"{name} |-> {self.text(v, name)}" for name, v in value.items()) + " ]"
 
 
+def _flag(value: bool) -> str:
+    return "TRUE" if value else "FALSE"
+
+
 def _set(names: Sequence[str]) -> str:
     return "{" + ", ".join(f'"{name}"' for name in names) + "}"
 
 
-def write_model(folder: Path, d: Deployment, steps: Sequence[SpecStep]) -> None:
-    """Write the data of a run, and its configuration, beside the modules of the specification.
+def write_model(
+    folder: Path, d: Deployment, steps: Sequence[SpecStep], *, before: str = "", continued: bool = False
+) -> None:
+    """Write the data of a run, or of a part of it, and its configuration, beside the modules of the specification.
 
     Args:
         folder: a private copy of the specification's folder.
         d: who took part.
         steps: what they did.
+        before: the state in which the part before this one ended, in TLA+; empty for the first.
+        continued: whether another part follows, which needs to know in which state this one ends.
     """
     cells = list(d.owner_of)
     writer = _Writer(cells)
@@ -73,6 +81,9 @@ def write_model(folder: Path, d: Deployment, steps: Sequence[SpecStep]) -> None:
                 "ContentAt == [ i \\in 1 .. Len(Contents) |->",
                 "  [ p \\in DOMAIN CellNumber |-> Contents[i][CellNumber[p]] ] ]",
                 f"FirstRecord == {first}",
+                f"Continues == {_flag(bool(before))}",
+                f"Before == {before or '<< >>'}",
+                f"Continued == {_flag(continued)}",
                 f"Lines == <<\n{lines} >>",
                 "====",
                 "",

@@ -3,22 +3,20 @@
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from dcr.modelcheck import tlc
-from dcr.modelcheck.checker import CheckerError
 from dcr.modelcheck.eventlog.deployment import Deployment
-from dcr.modelcheck.eventlog.module import CONFIG, write_model
 from dcr.modelcheck.eventlog.order import in_order
+from dcr.modelcheck.eventlog.parts import PART_STEPS, take
 from dcr.modelcheck.eventlog.read import Line, RejectedError, read_logs
 from dcr.modelcheck.eventlog.run import Run
 from dcr.modelcheck.eventlog.steps import SpecStep, steps_of
 from dcr.modelcheck.eventlog.why import why_not
 from dcr.protocol.errors import RefusedError
 
-MODULE = "RefitLog.tla"
 STORY_LINES = 12
 
 
@@ -42,14 +40,24 @@ class Validation(msgspec.Struct, frozen=True):
     """What happened before it, last things last."""
 
 
-def validate(folder: Path, spec: Path, *, heap: str = "3g", timeout_s: float = 600) -> Validation:
+def validate(
+    folder: Path,
+    spec: Path,
+    *,
+    heap: str = "3g",
+    timeout_s: float = 600,
+    part_steps: int = PART_STEPS,
+    tell: Callable[[int, int], None] | None = None,
+) -> Validation:
     """Validate the logs of one run.
 
     Args:
         folder: where the run's processes wrote their events.
         spec: folder of the specification.
         heap: Java heap.
-        timeout_s: seconds for each run of TLC; there is a second one if a line is rejected.
+        timeout_s: seconds for each run of TLC: one for each part of a long log, and one more if a line is rejected.
+        part_steps: steps of a part, at least.
+        tell: is told after each part of several how many steps were taken, and of how many.
 
     Raises:
         RefusedError: nothing there can be validated.
@@ -70,15 +78,13 @@ def validate(folder: Path, spec: Path, *, heap: str = "3g", timeout_s: float = 6
         work = Path(private)
         for module in modules:
             shutil.copy(module, work)
-        write_model(work, deployment, steps)
-        taken = _taken(work, heap, timeout_s)
+        taken = take(work, deployment, steps, heap=heap, timeout_s=timeout_s, part_steps=part_steps, tell=tell)
         why: tuple[str, ...] = ()
         rejected = ""
-        at = len(steps)
-        if taken < len(steps):
-            at = taken
+        at = taken.count
+        if at < len(steps):
             rejected = _named(steps[at].line)
-            why = why_not(work, deployment, steps, at, heap=heap, timeout_s=timeout_s)
+            why = why_not(work, deployment, taken.part, at - taken.first, heap=heap, timeout_s=timeout_s)
         elif wrong is not None:
             rejected, why = _named(wrong.line), (wrong.why,)
     return Validation(
@@ -104,14 +110,6 @@ def _steps(deployment: Deployment, lines: list[Line]) -> tuple[list[SpecStep], R
     except RejectedError as e:
         return steps, e
     return steps, None
-
-
-def _taken(work: Path, heap: str, timeout_s: float) -> int:
-    """How many steps TLC took: a state for each, and the initial one."""
-    result = tlc.run(work / MODULE, work / CONFIG, heap=heap, timeout_s=timeout_s)
-    if result.outcome is not tlc.Outcome.OK or result.distinct_states is None:
-        raise CheckerError(f"TLC could not take the lines of the log: {result.verdict}: {result.message[-2000:]}")
-    return result.distinct_states - 1
 
 
 def _named(line: Line) -> str:
