@@ -24,6 +24,8 @@ WARM_REFITS = 20
 """After so many refits of its life, a process holds what it needs."""
 CHECKPOINTS_MAX = 200
 """Checkpoints that are kept: every one is compared before, and a night makes thousands."""
+PROGRESS_S = 60.0
+"""Between two lines that say how far it is."""
 _CALM = 2
 """One refit in so many has a fault."""
 _MEMORY_BYTES_MAX = 24 << 20
@@ -109,6 +111,7 @@ class Soak:
         self.row: Row | None = None
         self._seconds = seconds
         self._tell = tell
+        self._told_s = time.monotonic()
         self._random = random.Random(seed)  # noqa: S311 - no secret
         self._held: dict[str, Held] = {}
         self._settings = Settings.of(self.scenario.deployment.all_settings)
@@ -187,11 +190,21 @@ class Soak:
             strikes.append(Strike(len(self.run.strikes), moved))
             self.run.strikes.append(strikes[-1])
         self.run.refit(self.refits, strikes)
+        if time.monotonic() > self._told_s + PROGRESS_S:
+            self._progress()
         if self.refits % SAMPLE_EVERY == 0:
             for name, held in self.run.resources().items():
                 self._held.setdefault(name, Held(self.refits)).add(Sample(self.refits, held))
             self._objects()
             self._forget()
+
+    def _progress(self) -> None:
+        totals, problems = self.run.totals, len(self.run.checks.problems)
+        self._told_s = time.monotonic()
+        self._tell(
+            f"{self.refits} refits so far: {totals.faults} faults, {totals.kills} kills, {totals.commits} commits, "
+            f"{problems or 'no'} problem{'s' * (problems != 1)}"
+        )
 
     def _objects(self) -> None:
         """Epochs in the store are at most those that are retained, and those of the attempts since the last sweep."""

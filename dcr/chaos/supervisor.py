@@ -261,6 +261,11 @@ class Supervisor:
         child.kill()
         self._died(child)
 
+    def _see_off(self, child: Child) -> None:
+        """What is to be replaced is gone first, also if it kills itself and that was not noticed yet."""
+        if not child.gone:
+            self.kill(child)
+
     def restart_node(self, name: str, strikes: Sequence[Strike] | None = None) -> None:
         """Start a node again; faults that have not come yet may come in the new process.
 
@@ -269,12 +274,14 @@ class Supervisor:
             strikes: those of a restore, which the engines are then made to need; None where nothing is to be restored.
         """
         self._totals.restarts += 1
+        self._see_off(self._fleet.nodes[name])
         number, armed = self._fleet.nodes[name].config.number, self._still_armed(name, strikes)
         self._fleet.start_node(number, armed, foreign=strikes is not None)
 
     def restart_coordinator(self, name: str) -> None:
         """Start a coordinator again; faults that have not come yet may come in the new process."""
         self._totals.restarts += 1
+        self._see_off(self._fleet.coordinators[name])
         self._fleet.start_coordinator(self._fleet.coordinators[name].config.number, self._still_armed(name, None))
 
     def restart_trainer(self) -> None:

@@ -31,6 +31,41 @@ with what it may be, and the event logs with the specification.
 
 docs/chaos.md says how a scenario is written, with models of your own too, and how results are read."""
 
+_RUN = """\
+Run scenarios of your own. A scenario says what is started, which faults strike at which protocol points, and within
+what time everything must serve again. The shortest one that says something:
+
+  name: an engine dies in the middle of its writes
+  deployment: {engines: 2, trainer: {refits: 3}}
+  faults:
+    - at: "receiver[1] after 3 items of payload 2 in refit 2"
+
+Nothing of it has to be written in code. Each scenario leaves a folder: open its timeline.html first. A key or a
+sentence that is not known is refused with those that are."""
+
+_MATRIX = """\
+Run the scenarios that are shipped: a fault at every action of every role and at the points between them, over
+transports, gate modes and control planes such that every pair of values occurs. Scenarios whose server is not
+installed are skipped, and the table says so. Whole, it takes about twenty minutes on two cores; begin with
+--quick, and look with --list --only TEXT for what strikes where you have doubts."""
+
+_SOAK = """\
+One deployment, one training step and one push after the other: every second one under a fault of the matrix that the
+seed chooses, for --seconds, and then a hundred without a fault, which must all be relative and end bit for bit where
+one dense load of the last candidate ends. Told as it goes: faults, pushes that took more than one attempt, and once a
+minute how far it is.
+
+After each refit every engine's bits are compared with an untouched twin's, and the writes of the record that came since
+are judged; at the end all answers, what each process holds (memory, threads, files), and the event logs are. The logs
+of half an hour take the model checker about five minutes. What was not checked is in the row: "ok, logs not validated"
+is not "ok". A night is as well as half an hour: what the harness keeps in memory does not grow with a run but for some
+hundred bytes a fault, a write and a version."""
+
+_BUGS = """\
+Break a rule on purpose in the scenario's own processes (no deduplication, no compare-and-set, a gate that stays open, a
+fold before the commit), and expect the checks to notice. A bug that is not noticed is MISSED: then the checks are worth
+nothing, whatever the other commands say."""
+
 _EPILOG = """\
 exit status: 0 every check held; 1 one did not, and what the run left is named; 2 the command line is wrong;
 3 a scenario was refused"""
@@ -60,18 +95,26 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="run|matrix|soak|bugs")
-    one = kinds.add_parser("run", help="run scenarios from files")
+
+    def kind(name: str, help_: str, description: str) -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        found: argparse.ArgumentParser = kinds.add_parser(
+            name, help=help_, description=description, epilog=_EPILOG, formatter_class=raw
+        )
+        return found
+
+    one = kind("run", "run scenarios from files", _RUN)
     one.add_argument("files", nargs="+", type=Path, metavar="FILE", help="scenarios, YAML")
-    matrix = kinds.add_parser("matrix", help="run the scenarios that are shipped")
+    matrix = kind("matrix", "run the scenarios that are shipped", _MATRIX)
     matrix.add_argument("--quick", action="store_true", help="a chosen few, about three minutes")
     matrix.add_argument("--list", action="store_true", help="list them, and run nothing")
     matrix.add_argument("--only", metavar="TEXT", help="those whose name or faults have this text in them")
     matrix.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the combinations and the steps (0)")
-    soak = kinds.add_parser("soak", help="refits for long, under random kills")
+    soak = kind("soak", "refits for long, under random kills", _SOAK)
     soak.add_argument("--seconds", type=_seconds, default=300.0, metavar="N", help="how long faults go on (300)")
     soak.add_argument("--seed", type=_seed, default=0, metavar="N", help="of steps and faults (0)")
     soak.add_argument("--gate", choices=("sync", "async"), default="sync", help="gate mode (sync)")
-    bugs = kinds.add_parser("bugs", help="put the harness to the proof")
+    bugs = kind("bugs", "put the harness to the proof", _BUGS)
     for each in (one, matrix, soak, bugs):
         each.set_defaults(run=run, command_name=f"chaos {each.prog.split()[-1]}")
         each.add_argument("--folder", type=Path, default=FOLDER, metavar="DIR", help=f"what runs leave ({FOLDER})")

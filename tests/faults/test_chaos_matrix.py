@@ -41,6 +41,9 @@ def test_a_soak(tmp_path, gate):
     assert status == 0, said
     assert report["refits"] > 100
     assert report["run"]["kills"] > 0
+    assert report["run"]["validated"]
+    assert report["in_a_row"]["refits"] == 100
+    assert report["in_a_row"]["equal"]
 
 
 OWN = """
