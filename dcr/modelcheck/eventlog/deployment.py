@@ -129,6 +129,7 @@ class Deployment:
         """How many payloads each owner sealed, or is known to have sent, and how many cells it needs."""
         self._foreign: dict[str, int] = {}
         self.sealed: dict[tuple[str, int, int], int] = {}
+        self._shares_sealed: dict[tuple[str, int, int], str] = {}
         seen: dict[tuple[str, int, int], int] = defaultdict(int)
         for name, by in self.run.owners.items():
             for incarnation, lines in by.items():
@@ -136,6 +137,7 @@ class Deployment:
                     step = line.event.step
                     if step is not None and step.action == "Seal":
                         self.sealed[name, incarnation, step.epoch] = step.payloads
+                        self._shares_sealed.setdefault((name, incarnation, step.epoch), step.content_digest)
         for lines in self.run.ranks.values():
             for line in lines:
                 step = line.event.step
@@ -188,10 +190,12 @@ class Deployment:
         """By id of a write's line, what its tokens stand for."""
         last = len(numbers)
         for w in self.run.history.writes:
-            if w.record.open is not None and (k.open is None or k.open.candidate != w.record.open.candidate):
+            c, tr = w.record.committed, w.record.open
+            if tr is not None and (k.open is None or k.open.candidate != tr.candidate):
                 last += 1
-                numbers = {**numbers, w.record.open.candidate: last}
-            self.named[id(w.line)] = numbers
+                numbers[tr.candidate] = last
+            tokens = [x.candidate for x in (c, tr) if x is not None]
+            self.named[id(w.line)] = {token: numbers[token] for token in tokens if token in numbers}
             k = w.record
 
     def _number_contents(self) -> None:
@@ -225,11 +229,7 @@ class Deployment:
 
     def sealed_share(self, o: OwnerRef, epoch: int) -> str:
         """An owner's share of what it sealed in an epoch; empty if that is not known."""
-        for line in self.run.owners.get(o.owner, {}).get(o.incarnation, []):
-            step = line.event.step
-            if step is not None and step.action == "Seal" and step.epoch == epoch:
-                return step.content_digest
-        return ""
+        return self._shares_sealed.get((o.owner, o.incarnation, epoch), "")
 
     def candidate(self, token: str, number: int, base: Content) -> Content:
         """What the weights are, cell by cell, where they are offered under this token over a version's content."""

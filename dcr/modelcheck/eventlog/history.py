@@ -1,7 +1,9 @@
 """K, write by write, as leaders wrote it down, and the one write that a leader may have died with."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -67,6 +69,7 @@ class History:
         self.writes: list[Write] = []
         self.wrong: dict[int, str] = {}
         self._fill(rest)
+        self._index()
 
     def _fill(self, found: list[Write]) -> None:
         record, revision = self.first, self.first_revision
@@ -86,36 +89,50 @@ class History:
         """Of the last write."""
         return self.writes[-1].revision if self.writes else self.first_revision
 
+    def _index(self) -> None:
+        """What is asked of every line is looked up: a night's logs have a hundred thousand writes."""
+        self._revisions = [w.revision for w in self.writes]
+        self._epochs = list(accumulate((w.record.epoch for w in self.writes), max))
+        self._opened: dict[int, Write] = {}
+        self._committed: dict[int, Write] = {}
+        self._commit_after: dict[int, Write | None] = {}
+        for w in self.writes:
+            self._opened.setdefault(w.record.epoch, w)
+            if w.line.event.action == "Commit" and w.record.committed is not None:
+                self._committed.setdefault(w.record.committed.epoch, w)
+        later: Write | None = None
+        for w in reversed(self.writes):
+            self._commit_after[id(w)] = later
+            later = w if w.line.event.action == "Commit" else later
+
     def at(self, revision: int) -> Write | None:
         """The write that whoever read this revision saw; None for K as it was at first."""
-        return next((w for w in reversed(self.writes) if w.revision <= revision), None)
+        return self._write(bisect_right(self._revisions, revision) - 1)
 
     def after(self, revision: int) -> Write | None:
         """The next write."""
-        return next((w for w in self.writes if w.revision > revision), None)
+        return self._write(bisect_right(self._revisions, revision))
+
+    def _write(self, number: int) -> Write | None:
+        return self.writes[number] if 0 <= number < len(self.writes) else None
 
     def opened(self, epoch: int) -> Write | None:
         """The write with which an epoch began."""
-        return next((w for w in self.writes if w.record.epoch == epoch), None)
+        return self._opened.get(epoch)
 
     def passed(self, epoch: int) -> Write | None:
         """The write with which an epoch ended."""
-        opened = self.opened(epoch)
-        begun = opened is None and epoch != self.first.epoch
-        for w in self.writes:
-            if not begun and w.record.epoch > epoch:
-                return w
-        return None
+        if epoch not in self._opened and epoch != self.first.epoch:
+            return None
+        return self._write(bisect_right(self._epochs, epoch))
 
     def committed(self, epoch: int) -> Write | None:
         """The write that committed an epoch."""
-        commits = (w for w in self.writes if w.line.event.action == "Commit")
-        return next((w for w in commits if w.record.committed is not None and w.record.committed.epoch == epoch), None)
+        return self._committed.get(epoch)
 
     def commit_after(self, write: Write) -> Write | None:
         """The next commit."""
-        later = self.writes[self.writes.index(write) + 1 :]
-        return next((w for w in later if w.line.event.action == "Commit"), None)
+        return self._commit_after[id(write)]
 
 
 def _rank(w: Write) -> int:

@@ -13,6 +13,7 @@ incarnation after that: everything that could have happened before it, happens b
 """
 
 import heapq
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -24,6 +25,7 @@ from dcr.protocol.record import CommitRecord, Member, OwnerRef
 
 _ORDER = {"rank": 0, "owner": 1, "node": 2, "coordinator": 3}
 _START = 4
+_GATE = ("OpenGate", "CloseGate", "LoseRecord")
 
 
 def in_order(run: Run) -> list[Line]:
@@ -56,9 +58,25 @@ class _Sorter:
             if w.line.unlogged:
                 self._add(w.line, len(run.chains))
         self._by: dict[tuple[str, int], list[Line]] = defaultdict(list)
+        self._acknowledged: dict[tuple[str, int], list[int]] = defaultdict(list)
+        """Epochs that a rank acknowledged, by its engine and incarnation."""
         for line in self._lines:
-            if line.event.step is not None:
-                self._by[line.event.action, line.event.step.epoch].append(line)
+            e = line.event
+            if e.step is not None:
+                self._by[e.action, e.step.epoch].append(line)
+                if e.action == "Acknowledge":
+                    self._acknowledged[e.name, e.incarnation].append(e.step.epoch)
+        self._ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
+        """Incarnations of the ranks of an engine's incarnation."""
+        for (engine, its), (incarnation, _) in run.engine_of.items():
+            self._ranks[engine, incarnation].add(its)
+        self._gate: dict[int, str] = {}
+        """By number of a node's line, what it did last about its gate before."""
+        for chain in (lines for by in run.nodes.values() for lines in by.values()):
+            last = ""
+            for line in chain:
+                self._gate[self._number[id(line)]] = last
+                last = line.event.action if line.event.action in _GATE else last
         self._edges()
 
     def _add(self, line: Line, chain: int) -> None:
@@ -127,8 +145,7 @@ class _Sorter:
         return None if lines is None else lines[0]
 
     def _ranks_of(self, m: Member) -> set[int]:
-        of = self._run.engine_of
-        return {its for (engine, its), (i, _) in of.items() if (engine, i) == (m.engine, m.incarnation)}
+        return self._ranks.get((m.engine, m.incarnation), set())
 
     def _write(self, w: Write) -> None:
         step, k, action = w.line.event.step, w.record, w.line.event.action
@@ -145,8 +162,10 @@ class _Sorter:
                 self._answers("Seal", k.epoch, {o.incarnation}, o.owner, w.line)
         if action in ("Commit", "Admit"):
             for m in k.members:
-                for epoch in [k.epoch] if action == "Commit" else range(k.epoch + 1):
-                    self._answers("Acknowledge", epoch, self._ranks_of(m), m.engine, w.line)
+                ranks = self._ranks_of(m)
+                known = sorted({epoch for its in ranks for epoch in self._acknowledged[m.engine, its]})
+                for epoch in [k.epoch] if action == "Commit" else known[: bisect_right(known, k.epoch)]:
+                    self._answers("Acknowledge", epoch, ranks, m.engine, w.line)
 
     def _ready(self, k: CommitRecord) -> None:
         """Members are ordered to write when all of them are prepared or have staged."""
@@ -230,7 +249,7 @@ class _Sorter:
                     self._holds(line)
             elif line.event.action == "GateClosed" and line.event.step is not None:
                 for order in self._by.get(("OrderOpenApply", line.event.step.epoch), ()):
-                    if self._closes_to_apply(lines, line):
+                    if self._last_of_gate(line) == "OpenGate":  # no line tells of the order to apply that closes it
                         self._put(order, line)
 
     def _holds(self, opened: Line) -> None:
@@ -240,16 +259,14 @@ class _Sorter:
         if w is not None:
             self._answers("Acknowledge", w.record.epoch, self._ranks_of(m), m.engine, opened)
 
-    @staticmethod
-    def _closes_to_apply(lines: list[Line], line: Line) -> bool:
-        """With an asynchronous gate it is the order to apply that closes it, and no line tells of that."""
-        return _Sorter._last_of_gate(lines, line) == "OpenGate"
+    def _last_of_gate(self, line: Line) -> str:
+        """What a node did last about its gate before this line of it."""
+        return self._gate.get(self._number[id(line)], "")
 
-    @staticmethod
-    def _last_of_gate(lines: list[Line], line: Line) -> str:
-        """What a node did last about its gate before this line."""
-        gate = [x for x in lines[: lines.index(line)] if x.event.action in ("OpenGate", "CloseGate", "LoseRecord")]
-        return gate[-1].event.action if gate else ""
+    def _of(self, node: list[Line], action: str, epoch: int) -> list[Line]:
+        """A node's lines of an action and epoch."""
+        chain = self._chain[self._number[id(node[0])]]
+        return [x for x in self._by.get((action, epoch), ()) if self._chain[self._number[id(x)]] == chain]
 
     def _rank(self, node: list[Line], lines: list[Line]) -> None:
         h = self._run.history
@@ -267,9 +284,9 @@ class _Sorter:
                         self._fence(node, line, step.epoch)
                     fenced.add(step.epoch)
                 case "OpenApply":
-                    closed = [x for x in self._by.get(("GateClosed", step.epoch), ()) if x in node]
+                    closed = self._of(node, "GateClosed", step.epoch)
                     # What closed because K was not reached may have closed long after the epoch was applied.
-                    to_apply = [x for x in closed if self._last_of_gate(node, x) != "LoseRecord"] or closed[:1]
+                    to_apply = [x for x in closed if self._last_of_gate(x) != "LoseRecord"] or closed[:1]
                     for x in (*self._by.get(("OrderOpenApply", step.epoch), ()), *to_apply):
                         self._put(x, line)
                 case "BeginWrite" if step.payload is not None:
@@ -290,11 +307,11 @@ class _Sorter:
 
     def _fence(self, node: list[Line], line: Line, epoch: int) -> None:
         """A node's lines before its ranks are prepared, and the one that says that they are."""
-        prepared = [x for x in node if x.event.action == "Prepare" and x.event.step and x.event.step.epoch == epoch]
+        prepared = self._of(node, "Prepare", epoch)
         opened = self._run.history.opened(epoch)
         if prepared:
-            at = node.index(prepared[0])
-            self._put(node[at - 1] if at else None, line)
+            at = self._number[id(prepared[0])]
+            self._put(None if prepared[0] is node[0] else self._lines[at - 1], line)
             self._put(line, prepared[0])
         elif opened is not None:
             before = [

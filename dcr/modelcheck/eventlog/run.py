@@ -92,9 +92,15 @@ class Run:
             if step is not None and (i := step.payload) is not None:
                 key = (OwnerRef(i.owner, i.owner_incarnation), i.epoch)
                 sent[key] = max(sent[key], i.sequence + 1)
+        by_epoch: dict[tuple[OwnerRef, int], list[Line]] = defaultdict(list)
+        for name, by in self.owners.items():
+            for incarnation, lines in by.items():
+                for line in lines:
+                    if line.event.step is not None:
+                        by_epoch[OwnerRef(name, incarnation), line.event.step.epoch].append(line)
         for ref, epoch in sorted(delivered):
             lines = self.owners.get(ref.owner, {}).get(ref.incarnation, [])
-            of_epoch = [line for line in lines if line.event.step is not None and line.event.step.epoch == epoch]
+            of_epoch = by_epoch[ref, epoch]
             actions = [line.event.action for line in of_epoch]
             if actions == ["Emit"] and of_epoch[0] is lines[-1]:
                 at, why = len(lines), "not written down: the owner was gone"
