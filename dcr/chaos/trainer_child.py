@@ -1,5 +1,6 @@
 """A training rank: takes deterministic steps, saves a checkpoint before each push, and pushes."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dcr.chaos.bits import CHECKPOINT
 from dcr.chaos.child import Line
+from dcr.chaos.detour import channel_through, relay_through
 from dcr.chaos.hooks import WatchedControlPlane, WatchedDelivery
 from dcr.chaos.model import make, train_step
 from dcr.control_plane.address import open_control_plane
@@ -16,11 +18,14 @@ from dcr.control_plane.interface import ControlPlane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
+from dcr.runtime import owner_host
+from dcr.runtime.operator import OperatorError
 from dcr.runtime.shared_memory import ROOT
 from dcr.trainer.torch import refit as refit_module
 from dcr.trainer.torch.refit import TrainerRefit
 
-GLOO_TIMEOUT_S = 60
+_EARLY_SEED, _EARLY_RATE = 13, 0.5
+_ABANDONS_MAX, _ASK_AGAIN_S = 10, 0.5
 
 
 def serve_trainer(line: Line) -> None:
@@ -38,6 +43,7 @@ def serve_trainer(line: Line) -> None:
     if config.checkpoint:
         model.load_state_dict(load_file(Path(config.checkpoint) / CHECKPOINT))
     _watch(line)
+    line.trigger.acts["step_early"] = lambda: train_step(model, _EARLY_SEED, _EARLY_RATE)
     refit = TrainerRefit(
         model,
         control=config.control,
@@ -58,7 +64,7 @@ def serve_trainer(line: Line) -> None:
             case "push":
                 return _push(line, refit, dense=order["dense"])
             case "abandon":
-                refit.abandon()
+                _abandon(refit)
             case "resources":
                 return resources()
             case other:
@@ -90,6 +96,19 @@ def resources() -> dict[str, int]:
     }
 
 
+def _abandon(refit: TrainerRefit) -> None:
+    """As an operator who asks again where the leader died before it answered."""
+    for left in reversed(range(_ABANDONS_MAX)):
+        try:
+            refit.abandon()
+        except OperatorError:
+            if not left:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+        else:
+            return
+
+
 def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:
     line.journal.say("push", who="coordinator")
     try:
@@ -111,6 +130,10 @@ def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:
 
 def _watch(line: Line) -> None:
     """Put the watchers around what the trainer's front door opens: it takes addresses, and offers no other place."""
+    if line.config.channel:
+        channel_through(owner_host, line.config.channel)
+    if line.config.relays:
+        relay_through(line.config.relays)
 
     def control(address: str) -> ControlPlane:
         return WatchedControlPlane(open_control_plane(address), line.trigger)
