@@ -1,6 +1,7 @@
 """A training rank: takes deterministic steps, saves a checkpoint before each push, and pushes."""
 
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dcr.chaos.bits import CHECKPOINT
-from dcr.chaos.child import Line
+from dcr.chaos.child import RECORD, Line
 from dcr.chaos.detour import channel_through, relay_through
 from dcr.chaos.hooks import WatchedControlPlane, WatchedDelivery
 from dcr.chaos.model import make, train_step
@@ -18,6 +19,7 @@ from dcr.control_plane.interface import ControlPlane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
+from dcr.protocol.record import decode_record
 from dcr.runtime import owner_host
 from dcr.runtime.operator import OperatorError
 from dcr.runtime.shared_memory import ROOT
@@ -25,7 +27,8 @@ from dcr.trainer.torch import refit as refit_module
 from dcr.trainer.torch.refit import TrainerRefit
 
 _EARLY_SEED, _EARLY_RATE = 13, 0.5
-_ABANDONS_MAX, _ASK_AGAIN_S = 10, 0.5
+_ABANDONS_MAX = 10
+_ASK_AGAIN_S, _LOOK_S = 2.0, 0.05
 
 
 def serve_trainer(line: Line) -> None:
@@ -64,7 +67,7 @@ def serve_trainer(line: Line) -> None:
             case "push":
                 return _push(line, refit, dense=order["dense"])
             case "abandon":
-                _abandon(refit)
+                _abandon(refit, config.control)
             case "resources":
                 return resources()
             case other:
@@ -96,17 +99,23 @@ def resources() -> dict[str, int]:
     }
 
 
-def _abandon(refit: TrainerRefit) -> None:
-    """As an operator who asks again where the leader died before it answered."""
-    for left in reversed(range(_ABANDONS_MAX)):
-        try:
-            refit.abandon()
-        except OperatorError:
-            if not left:
-                raise
-            time.sleep(_ASK_AGAIN_S)
-        else:
-            return
+def _abandon(refit: TrainerRefit, control: str) -> None:
+    """As an operator who looks whether it was done, and asks again: a leader may die between its answer and its write.
+
+    Raises:
+        DcrError: the transition is open still.
+    """
+    with closing(open_control_plane(control)) as plane:
+        for _ in range(_ABANDONS_MAX):
+            with suppress(OperatorError):
+                refit.abandon()
+            asked_s = time.monotonic()
+            while time.monotonic() < asked_s + _ASK_AGAIN_S:
+                stored = plane.read(RECORD)
+                if stored is None or decode_record(stored.body).open is None:
+                    return
+                time.sleep(_LOOK_S)
+    raise DcrError(f"the transition was to be abandoned, {_ABANDONS_MAX} times, and is open still")
 
 
 def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:
