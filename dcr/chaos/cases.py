@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcr.chaos.scenario import Fault
+from dcr.protocol.leader import REWRITES_MAX
 
 TRANSPORTS = ("file", "s3", "relay")
 CONTROLS = ("sqlite", "etcd")
@@ -41,16 +42,29 @@ def _kill(at: str, **more: Any) -> Case:
     return Case(f"kill {at}", (Fault(at=at),), **more)
 
 
-def _after(cause: Fault, *then: str, name: str = "", **more: Any) -> Case:
-    """A kill at a point that only something else leads to."""
-    return Case(name or f"kill {then[0]}", (cause, *(Fault(at=at) for at in then)), **more)
+def _after(*causes_and_point: Any, **more: Any) -> Case:
+    """A kill at a point, the last argument, that only the faults before it lead to."""
+    *causes, at = causes_and_point
+    return Case(f"kill {at}", (*causes, Fault(at=at)), **more)
 
 
 _TORN = Fault(at="receiver[1] after 1 items of payload 1")
 _ITEM_FAILS = Fault(at="receiver[1] after 1 items of payload 1", do="error")
+_BREAKS_ITS_WORD = Fault(at="owner[0] at BeginFold", do="step_early")
+_NO_ANSWER = (Fault(at="coordinator before CAS of Commit", do="error"),) * (REWRITES_MAX + 1)
+"""A leader that is not told of its write so often gives up."""
+_RESTORE_FAILS = Fault(at="receiver[1] after 1 items of payload 0 in restore", do="error")
 _TWO: dict[str, Any] = {"coordinators": (2,)}
+_RELAY: dict[str, Any] = {"transports": ("relay",)}
 _STOPS = (("attempts_max", 1),)
+_REFUSES: dict[str, Any] = {"settings": (("restores_max", 1),)}
 _STOPPED = Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="resume")
+_ABANDONED = Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="abandon")
+
+
+def _cut(link: str, for_s: float, payload: int = 1) -> Fault:
+    return Fault(at=f"owner[0] before payload {payload}", who=link, do="partition", for_s=for_s)
+
 
 RECEIVERS = (
     *(_kill(f"receiver[1] at {a}") for a in ("Fence", "OpenApply", "EndWrite", "DeliverManifest")),
@@ -67,6 +81,7 @@ RECEIVERS = (
 ENGINES = (
     _kill("engine[1] at CloseGate", gates=("sync",)),  # an asynchronous one is closed by the order to apply
     *(_kill(f"engine[1] at {a}") for a in ("GateClosed", "Prepare", "OpenGate")),
+    _kill("engine[1] in a request"),
     _after(Fault(at="engine[1] in a request", do="slow", for_s=7.0), "engine[1] at FailAttempt", gates=("sync",)),
     _after(
         Fault(at="etcd at FinishTransition", do="stall", for_s=12.0),
@@ -78,6 +93,8 @@ OWNERS = (
     *(_kill(f"owner[0] at {a}") for a in ("Emit", "Seal", "BeginFold", "EndFold")),
     *(_kill(f"owner[0] {at}") for at in ("before payload 0", "before payload 2", "during manifest")),
     _after(Fault(at="owner[0] before payload 1", do="error"), "owner[0] at EmitFailed"),
+    _after(_BREAKS_ITS_WORD, "owner[0] at LoseBaseline"),
+    Case("the trainer breaks its word, and the next push is dense", (_BREAKS_ITS_WORD,)),
     *(_kill(f"owner[1] at {a}", ranks=2) for a in ("Emit", "Seal", "BeginFold", "EndFold")),
     *(_kill(f"owner[1] {at}", ranks=2) for at in ("before payload 1", "during manifest")),
 )
@@ -106,8 +123,24 @@ _COORDINATORS = (
     _kill("coordinator between CAS sent and answered of OpenAttempt"),
     _kill("coordinator between CAS sent and answered of Commit", controls=BUCKET_TOO),
     *(_kill(f"coordinator before CAS of {a}") for a in ("OpenAttempt", "Commit")),
-    *(_kill(f"coordinator between CAS sent and answered of {a} in restore") for a in ("OpenRestore", "Admit")),
-    _kill("coordinator between CAS sent and answered of CreateRecord in refit 0", start=True),
+    *(
+        case
+        for at in ("coordinator before CAS of", "coordinator between CAS sent and answered of")
+        for case in (
+            _kill(f"{at} CreateRecord in refit 0", start=True),
+            _after(Fault(at="coordinator at Publish"), f"{at} TakeOver"),
+            _kill(f"{at} OpenRestore in restore"),
+            _kill(f"{at} Admit in restore"),
+            _after(_ABANDONED, f"{at} Abandon", settings=_STOPS),
+        )
+    ),
+    _after(*_NO_ANSWER, "coordinator at Fatal"),
+    _after(_RESTORE_FAILS, "coordinator at RefuseMember in restore", **_REFUSES),
+    Case(
+        "kill engine[1] as it is refused",
+        (_RESTORE_FAILS, Fault(at="coordinator at RefuseMember in restore", who="engine[1]")),
+        **_REFUSES,
+    ),
     _after(
         Fault(at="coordinator between CAS sent and answered of Commit", do="error"),
         "coordinator at ReadBack",
@@ -116,10 +149,7 @@ _COORDINATORS = (
     Case("stop, then resume", (_STOPPED,), settings=_STOPS),
     Case(
         "kill coordinator at Abandon",
-        (
-            Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="abandon"),
-            Fault(at="coordinator at Abandon"),
-        ),
+        (_ABANDONED, Fault(at="coordinator at Abandon")),
         settings=_STOPS,
     ),
     Case(
@@ -139,26 +169,38 @@ _COORDINATORS = (
         (Fault(at="coordinator at OrderOpenApply", do="roll_back"), Fault(at="coordinator at RollBack")),
     ),
 )
+_STOP_POINTS = ("coordinator at Stop", "coordinator between CAS sent and answered of Stop")
 COORDINATORS = (
-    Case(
-        "kill coordinator at Stop",
-        (Fault(at="receiver[1] at BeginWrite"), Fault(at="coordinator at Stop")),
-        settings=_STOPS,
+    *(_after(Fault(at="receiver[1] at BeginWrite"), at, settings=_STOPS) for at in _STOP_POINTS),
+    *(
+        Case(
+            f"kill {at}, elsewhere",  # the trainer lives, and is told
+            (
+                Fault(at="receiver[1] at BeginWrite"),
+                Fault(at=at, push_error="the transition stopped", operator="resume"),
+            ),
+            settings=_STOPS,
+            **_TWO,
+        )
+        for at in _STOP_POINTS
     ),
-    Case(
-        "kill coordinator elsewhere at Stop",  # the trainer lives, and is told
-        (
-            Fault(at="receiver[1] at BeginWrite"),
-            Fault(at="coordinator at Stop", push_error="the transition stopped", operator="resume"),
-        ),
+    _after(
+        Fault(at="receiver[1] at BeginWrite"),
+        "coordinator before CAS of Stop",  # whoever leads next knows of no stop, and has attempts of its own
         settings=_STOPS,
-        **_TWO,
+        coordinators=COORDINATORS_ELSEWHERE,
     ),
     *(replace(case, coordinators=COORDINATORS_ELSEWHERE) for case in _COORDINATORS),
     Case(
         "replace the coordinator before its commit",
         (Fault(at="coordinator before CAS of Commit", do="replace"),),
         controls=BUCKET_TOO,
+    ),
+    Case(
+        "kill the replaced coordinator at Fatal",  # where a lease tells it first, it comes to no such step
+        (Fault(at="coordinator before CAS of Commit", do="replace"), Fault(at="coordinator at Fatal")),
+        controls=("s3",),
+        transports=("file", "s3"),
     ),
     *(
         Case(f"stall coordinator past its lease {at}", (Fault(at=f"coordinator {at}", do="stall", for_s=4.0),), **_TWO)
@@ -180,7 +222,6 @@ STALLS = (
     ),
     Case("slow receiver[1]", (Fault(at="receiver[1] after 1 items of payload 1", do="slow", for_s=0.5),)),
     Case("a payload comes twice", (Fault(at="receiver[1] at EndWrite", do="duplicate"),)),
-    Case("partition engine[1]", (Fault(at="engine[1] at Prepare", do="partition", for_s=2.0),)),
     Case(
         "the store's disk is full",
         (
@@ -219,11 +260,21 @@ SERVERS = (
     Case("stall etcd", (Fault(at="etcd before CAS of OpenAttempt", do="stall", for_s=1.0),), controls=("etcd",)),
     Case("partition etcd", (Fault(at="etcd before CAS of Commit", do="partition", for_s=1.0),), controls=("etcd",)),
 )
-CASES = (*RECEIVERS, *ENGINES, *OWNERS, *COORDINATORS, *STALLS, *SERVERS)
-
-NOT_SHIPPED = {
-    "LoseBaseline": "the trainer would have to break its word, and change weights between its push and its fold",
-    "Fatal": "a leader that was replaced notices first, as a rule, that its lease is another's, and ends without it",
-    "RefuseMember": "an engine that can never take part: the deployment would stay without it",
-}
-"""Actions of the protocol at which no shipped case strikes, and why."""
+PARTITIONS = (
+    Case("partition engine[1]", (Fault(at="engine[1] at Prepare", do="partition", for_s=2.0),)),
+    *(
+        Case(f"partition owner[{n}] for {s:g} s", (Fault(at=f"owner[{n}] at Emit", do="partition", for_s=s),), ranks=2)
+        for n, s in ((0, 2.0), (1, 2.0), (1, 12.0))  # the control channel gives a silent peer 10 s
+    ),
+    *(
+        Case(f"partition {link} for {for_s:g} s", (_cut(link, for_s),), ranks=ranks, **_RELAY)
+        for link, ranks in (("owner[0] to relay[1]", 1), ("owner[1] to relay[0]", 2), ("relay[0] to relay[1]", 1))
+        for for_s in (1.0, 4.0)  # shorter and longer than what a peer may be silent
+    ),
+    Case(
+        "partition the owner from every relay",
+        tuple(_cut(f"owner[0] to relay[{n}]", 4.0, payload=n) for n in (0, 1)),
+        **_RELAY,
+    ),
+)
+CASES = (*RECEIVERS, *ENGINES, *OWNERS, *COORDINATORS, *STALLS, *SERVERS, *PARTITIONS)

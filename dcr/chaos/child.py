@@ -49,7 +49,9 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[int, ...] = ()
     """Numbers of the node's engines."""
     channel: str = ""
-    """Where a proxy before the trainer's control channel listens; empty for none."""
+    """Where a proxy before the coordinator's control channel listens; empty for none."""
+    relays: dict[str, int] = {}
+    """Ports of the proxies before the relays that it sends to, by the relay's name; others are reached directly."""
     environment: dict[str, str] = {}
     armed: tuple[Armed, ...] = ()
     bug: str = ""

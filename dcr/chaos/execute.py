@@ -162,7 +162,7 @@ def execute_all(
     with ThreadPoolExecutor(1) as checker:
         for scenario in scenarios:
             tell(f"{scenario.name}: {describe(scenario.deployment)}")
-            report = execute(scenario, folder / _in_a_path(scenario.name), tell)
+            report = execute(scenario, folder / in_a_path(scenario.name), tell)
             if spec is None:
                 waiting.append(_known(report))
             else:
@@ -178,5 +178,6 @@ def _known(report: RunReport) -> Future[RunReport]:
     return future
 
 
-def _in_a_path(name: str) -> str:
+def in_a_path(name: str) -> str:
+    """The folder of a scenario of this name."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name).lstrip(".-") or "scenario"

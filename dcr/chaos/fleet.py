@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from dcr.chaos.child import RECORD, ChildConfig
 from dcr.chaos.disk import Disk
 from dcr.chaos.model import make, train_step
-from dcr.chaos.point import Who
+from dcr.chaos.point import SERVERS, Who
 from dcr.chaos.process import Child, ChildError
 from dcr.chaos.proxy import Proxy
 from dcr.chaos.scenario import Scenario
@@ -24,7 +25,7 @@ from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableErr
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.runtime.channel_address import HubAddress
-from dcr.runtime.registry import leader_address
+from dcr.runtime.registry import RelayDirectory, leader_address
 from dcr.runtime.secret import load_or_create_secret
 from dcr.runtime.shared_memory import SharedMemory
 
@@ -33,6 +34,10 @@ _S3 = "region=us-east-1&retry_timeout_s=4&connect_timeout_s=1&answer_timeout_s=2
 _S3_RECORD = "region=us-east-1&connect_timeout_s=1&answer_timeout_s=2"
 _WRITTEN_MEANWHILE_MAX = 8
 """Writes of K between a look at its revision and one at its history."""
+_END = {"owner": "trainer-{}", "relay": "node-{}"}
+"""The process at the sending end of a link of the relay."""
+_RELAY_NAME = "node-{}"
+"""Of the relay of a node, in its certificate."""
 _FOREIGN_SEED = 987_654_321
 _LEADER_TIMEOUT_S = 20.0
 _LOOK_S = 0.05
@@ -65,6 +70,8 @@ class Fleet:
         self._starts: dict[str, int] = {}
         self._servers: dict[str, Server] = {}
         self._proxies: dict[str, Proxy] = {}
+        self._links: dict[tuple[str, str], Proxy] = {}
+        """Those between a process and the relay of a node."""
         self.disk: Disk | None = None
         self._control: ControlPlane | None = None
         if folder.exists():
@@ -99,9 +106,7 @@ class Fleet:
             self.disk = Disk(self.folder)
         with _environment(self._credentials):
             self._control = open_control_plane(self._control_address(direct=True))
-        for number in range(len(d.engines_of_nodes)):
-            if any(f.do == "partition" and f.victim.role in ("engine", "receiver") for f in self.scenario.faults):
-                self._proxies[f"node-{number}"] = Proxy(self._leader)
+        self._set_proxies()
         for number in range(d.coordinators):
             self.start_coordinator(number, of.get(f"coordinator-{number}", []))
         self.start_trainer(self.first, armed)
@@ -148,7 +153,6 @@ class Fleet:
         name = f"node-{number}"
         if name in self.nodes:
             self.past.append(self.nodes[name])
-        proxy = self._proxies.get(name)
         self.nodes[name] = self._child(
             "node",
             name,
@@ -158,7 +162,6 @@ class Fleet:
             delivery=self._delivery_address(name),
             factory=d.model.engine,
             engines=d.engines_of_nodes[number],
-            channel="" if proxy is None else proxy.address,
         )
 
     def _child(self, role: str, name: str, number: int, armed: Sequence[Armed], **fields: object) -> Child:
@@ -175,6 +178,8 @@ class Fleet:
             environment=self._credentials,
             armed=tuple(armed),
             bug=self._bug,
+            channel=self._proxies[name].address if name in self._proxies else "",
+            relays={to: proxy.port for (end, to), proxy in self._links.items() if end == name},
             **fields,  # type: ignore[arg-type]
         )
         return Child(config)
@@ -184,6 +189,16 @@ class Fleet:
         server.start()
         if any(f.do == "partition" and f.victim.role == name for f in self.scenario.faults):
             self._proxies[name] = Proxy(lambda: ("127.0.0.1", server.port))
+
+    def _set_proxies(self) -> None:
+        """Put one before every control channel and every link of the relay that a fault cuts."""
+        for victim in {f.victim for f in self.scenario.faults if f.do == "partition"}:
+            name = self.process_of(victim)
+            if victim.to is not None:
+                end, to = _END[victim.role].format(victim.index), _RELAY_NAME.format(victim.to)
+                self._proxies[name] = self._links[end, to] = Proxy(partial(self._relay, to))
+            elif victim.role not in SERVERS and name not in self._proxies:
+                self._proxies[name] = Proxy(self._leader)
 
     def _issue(self) -> None:
         from dcr.credentials.authority import create_authority, issue  # noqa: PLC0415 - optional dependency
@@ -235,6 +250,16 @@ class Fleet:
         at = HubAddress.parse(address).at
         return at.host, at.port
 
+    def _relay(self, name: str) -> tuple[str, int] | None:
+        from dcr.delivery.relay.sender import decode_node  # noqa: PLC0415 - optional dependency
+
+        assert self._control is not None
+        entry = RelayDirectory(self._control, RECORD).nodes().get(name)
+        if entry is None:
+            return None
+        node = decode_node(entry)
+        return node.host, node.port
+
     # ------------------------------------------------------------ who
 
     @property
@@ -262,9 +287,13 @@ class Fleet:
     def process_of(self, who: Who) -> str:
         """The name of the process in which a role lives now: the coordinator's is the one that leads.
 
+        A link of the relay has a name of its own, which is its proxy's.
+
         Raises:
             ChildError: of several coordinators none leads, and none came to lead in a bounded time.
         """
+        if who.to is not None:
+            return str(who)
         match who.role:
             case "coordinator":
                 return self._leading() if self.scenario.deployment.coordinators else "trainer-0"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +22,38 @@ def make(factory: str) -> nn.Module:
     """
     module, _, name = factory.partition(":")
     try:
-        made = getattr(import_module(module), name)()
-    except (ImportError, AttributeError) as e:
-        raise RefusedError(f"model {factory!r}: {e}; it must be importable here (PYTHONPATH)") from e
+        make_it = getattr(import_module(module), name)
+    except Exception as e:  # importing runs the user's module
+        raise RefusedError(f"model {factory!r}: {_told(e)}; put the folder of its module on PYTHONPATH") from e
+    try:
+        made = make_it()
+    except Exception as e:
+        raise RefusedError(f"model {factory!r}: called without arguments it raises {_told(e)}") from e
     if not isinstance(made, nn.Module):
         raise RefusedError(f"model {factory!r} makes a {type(made).__name__}, not a torch module")
     return made
+
+
+def check(trainer: str, engine: str) -> None:
+    """See that the engine's model can load the trainer's checkpoint, before any process is started.
+
+    Raises:
+        RefusedError: a model cannot be made, or the engine's native loader does not take the trainer's state dict.
+    """
+    weights = {name: t.detach().clone() for name, t in make(trainer).state_dict().items()}
+    loader: Any = make(engine)
+    if not callable(getattr(loader, "load_weights", None)):
+        raise RefusedError(f"model {engine!r}: it has no load_weights(weights), the native loader of an engine's model")
+    try:
+        loader.load_weights(iter(weights.items()))
+    except Exception as e:
+        raise RefusedError(
+            f"model {engine!r}: its load_weights, given the tensors of {trainer!r}, raises {_told(e)}"
+        ) from e
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def train_step(model: nn.Module, seed: int, rate: float) -> None:

@@ -10,17 +10,17 @@ import torch
 
 from dcr.chaos.bits import combined, load, stored_bits, stored_bytes
 from dcr.chaos.child import Line
+from dcr.chaos.detour import channel_through, relay_through
 from dcr.chaos.hooks import WatchedStorage
 from dcr.chaos.journal import REQUESTS
 from dcr.chaos.model import make
 from dcr.chaos.trainer_child import resources
 from dcr.chaos.trigger import Trigger
-from dcr.control_plane.interface import ControlPlane
 from dcr.data_plane.item import TensorSpec
 from dcr.protocol.step import Step
 from dcr.rollout.node import RolloutNode
 from dcr.rollout.torch.engine import TorchEngine
-from dcr.runtime import node_agent, registry
+from dcr.runtime import node_agent
 from dcr.runtime.rank_messages import Payload, decode_request
 
 REQUEST_PAUSE_S = 0.005
@@ -78,7 +78,9 @@ def serve_node(line: Line) -> None:
     torch.set_num_threads(1)
     checkpoint = Path(config.checkpoint)
     if config.channel:
-        _through(config.channel)
+        channel_through(node_agent, config.channel)
+    if config.relays:
+        relay_through(config.relays)
     engines = {}
     for index in config.engines:
         model = make(config.factory)
@@ -146,13 +148,3 @@ def _look(line: Line, node: RolloutNode) -> None:
                 line.journal.say("serving", who=name.replace("-", "[") + "]", detail=detail)
             line.tell("serving", versions=now[0], failures=now[1])
         time.sleep(LOOK_S)
-
-
-def _through(channel: str) -> None:
-    """Reach the trainer's control channel through the harness's proxy, which may cut it."""
-
-    def address(control: ControlPlane, record_id: str) -> str | None:
-        return None if leader_address(control, record_id) is None else channel
-
-    leader_address = registry.leader_address
-    vars(node_agent)["leader_address"] = address

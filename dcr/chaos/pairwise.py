@@ -1,5 +1,6 @@
 """Combinations of settings such that every two values of two settings meet in one of them."""
 
+import heapq
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
@@ -28,8 +29,16 @@ def cover(
     pairs_of = [{((a, c[a]), (b, c[b])) for a, b in combinations(names, 2)} for c in every]
     missing = set().union(*pairs_of) if pairs_of else set()
     taken = []
+    # What a choice brings only falls: one in front that brings as much as when it was looked at last is the best.
+    brings = [(-len(pairs), n) for n, pairs in enumerate(pairs_of)]
+    heapq.heapify(brings)
     while missing:
-        best = max(range(len(every)), key=lambda n: len(pairs_of[n] & missing))
-        missing -= pairs_of[best]
-        taken.append(every[best])
+        most, n = brings[0]
+        now = -len(pairs_of[n] & missing)
+        if now != most:
+            heapq.heapreplace(brings, (now, n))
+            continue
+        missing -= pairs_of[n]
+        taken.append(every[n])
+        heapq.heapreplace(brings, (0, n))
     return taken

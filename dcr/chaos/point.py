@@ -32,6 +32,7 @@ owner[N] before payload P, owner[N] during manifest, coordinator before CAS, coo
 (both also: of ACTION); then, where wanted: in attempt A, in refit R, in restore"""
 
 _WHO = re.compile(r"(?P<role>[a-z]+)(\[(?P<index>\d{1,4})\])?")
+_LINK = re.compile(r"(?P<role>owner|relay)\[(?P<index>\d{1,4})\] to relay\[(?P<to>\d{1,4})\]")
 _WHERE = (
     ("step", re.compile(r"at (?P<action>\w+)( #(?P<count>\d{1,6}))?")),
     ("items", re.compile(r"after (?P<items>\d{1,6}) items? of payload (?P<payload>\d{1,6})")),
@@ -42,7 +43,7 @@ _WHERE = (
     ("cas_done", re.compile(r"between CAS sent and answered( of (?P<action>\w+))?")),
 )
 _WHEN = re.compile(r" in (?:attempt (?P<attempt>\d{1,3})|refit (?P<refit>\d{1,6})|(?P<restore>restore))")
-_WHERE_ROLES = {
+WHERE_ROLES = {
     "items": ("receiver",),
     "payload": ("owner", "store"),
     "request": ("engine",),
@@ -56,22 +57,35 @@ WRITES = ("CreateRecord", "TakeOver", "OpenAttempt", "Commit", "Stop", "Abandon"
 
 @dataclass(frozen=True)
 class Who:
-    """A role, and which of several: ``receiver[1]``; the first if nothing else is said."""
+    """A role, and which of several: ``receiver[1]``; the first if nothing else is said.
+
+    With ``to`` it is the relay's connections from there to the relay of that node: ``owner[0] to relay[1]``.
+    """
 
     role: str
     index: int = 0
+    to: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Who":
-        """Read ``role`` or ``role[index]``; RefusedError for anything else."""
+        """Read ``role``, ``role[index]`` or ``role[index] to relay[node]``; RefusedError for anything else."""
+        link = _LINK.fullmatch(text)
+        if link is not None:
+            return cls(link["role"], int(link["index"]), int(link["to"]))
         found = _WHO.fullmatch(text)
         if found is None or found["role"] not in ROLES:
-            raise RefusedError(f"{text!r} is nobody: {', '.join(f'{r}[N]' if r in _NUMBERED else r for r in ROLES)}")
+            roles = ", ".join(f"{r}[N]" if r in _NUMBERED else r for r in ROLES)
+            raise RefusedError(
+                f"{text!r} is nobody: {roles}; a link of the relay is owner[N] to relay[NODE], or relay[NODE] to "
+                "relay[NODE]"
+            )
         if found["index"] is not None and found["role"] not in _NUMBERED:
             raise RefusedError(f"{text!r}: there is one {found['role']}, without a number")
         return cls(found["role"], int(found["index"] or 0))
 
     def __str__(self) -> str:
+        if self.to is not None:
+            return f"{self.role}[{self.index}] to relay[{self.to}]"
         return f"{self.role}[{self.index}]" if self.role in _NUMBERED else self.role
 
 
@@ -123,8 +137,8 @@ class Point:
         """Whose moment it is: a server's faults strike at moments of those that use it."""
         if self.who.role not in SERVERS:
             return self.who
-        if self.kind in _WHERE_ROLES:
-            return Who(_WHERE_ROLES[self.kind][0])
+        if self.kind in WHERE_ROLES:
+            return Who(WHERE_ROLES[self.kind][0])
         return Who(next(role for role, actions in ACTIONS.items() if self.action in actions))
 
     def __str__(self) -> str:
@@ -165,8 +179,8 @@ def _checked(point: Point, words: str) -> Point:
         allowed = ACTIONS.get(role) or tuple(a for actions in ACTIONS.values() for a in actions)
         if point.action not in allowed:
             raise RefusedError(f"{words!r}: {role} takes no step {point.action!r}; its steps are {', '.join(allowed)}")
-    elif role not in _WHERE_ROLES[point.kind]:
-        raise RefusedError(f"{words!r}: that is a point of {' or '.join(_WHERE_ROLES[point.kind])}, not of {role}")
+    elif role not in WHERE_ROLES[point.kind]:
+        raise RefusedError(f"{words!r}: that is a point of {' or '.join(WHERE_ROLES[point.kind])}, not of {role}")
     elif point.action and point.action not in WRITES:
         raise RefusedError(f"{words!r}: {point.action!r} writes no record; those that do are {', '.join(WRITES)}")
     if not 1 <= point.count <= _COUNT_MAX or point.attempt < 1:

@@ -19,6 +19,8 @@ class Proxy:
     """
 
     def __init__(self, target: Callable[[], tuple[str, int] | None]) -> None:
+        self.held = 0
+        """How many pieces and new connections have come to the cut since it was made."""
         self._target = target
         self._cut = threading.Event()
         self._closed = threading.Event()
@@ -37,6 +39,7 @@ class Proxy:
 
     def cut(self) -> None:
         """Partition: connections hang with whatever is under way, and new ones get no answer."""
+        self.held = 0
         self._cut.set()
 
     def heal(self) -> None:
@@ -114,6 +117,9 @@ class Proxy:
                 s.shutdown(socket.SHUT_RDWR)
 
     def _wait_healed(self) -> bool:
+        if self._cut.is_set():
+            with self._lock:
+                self.held += 1
         while self._cut.is_set():
             if self._closed.wait(_LOOK_S):
                 return False

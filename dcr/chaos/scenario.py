@@ -1,25 +1,22 @@
 """A scenario: what is started, which faults strike when, and what is expected; written in YAML (docs/chaos.md)."""
 
-import difflib
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import yaml
 
-from dcr.chaos.point import SERVERS, Point, Who
+from dcr.chaos.point import Point, Who
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.settings import Settings
 
-FILE_BYTES_MAX = 1 << 20
 ENGINES_MAX = 64
 RANKS_MAX = 16
 COORDINATORS_MAX = 8
 REFITS_MAX = 10_000
 SECONDS_MAX = 3600.0
+SEED_MAX = 1 << 31
 
-Do = Literal["kill", "stall", "slow", "partition", "fill", "error", "duplicate", "replace", "roll_back"]
+Do = Literal["kill", "stall", "slow", "partition", "fill", "error", "duplicate", "replace", "roll_back", "step_early"]
 Operator = Literal["", "resume", "abandon", "dense"]
 _LASTING = ("stall", "slow", "partition", "fill")
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -54,9 +51,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Has a native loader, ``load_weights``, for that checkpoint."""
 
     def __post_init__(self) -> None:
-        for side in (self.trainer, self.engine):
-            if not _FACTORY.fullmatch(side):
-                raise ValueError(f"{side!r} is not package.module:factory")
+        for side in self.__struct_fields__:
+            if not _FACTORY.fullmatch(factory := getattr(self, side)):
+                raise ValueError(f"{side}: {factory!r} is not package.module:factory")
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -83,12 +80,12 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _within("coordinators", self.coordinators, 0, COORDINATORS_MAX)
         if self.coordinators and self.control == "s3":
             raise ValueError("coordinators: none can stand by where control is s3, which keeps no leases")
-        if "coordinator" in self.settings:
-            raise ValueError("settings: coordinator follows from deployment.coordinators: say how many there are")
+        for name in self.settings.keys() & _SAID_ELSEWHERE.keys():
+            raise ValueError(f"settings: {name} {_SAID_ELSEWHERE[name]}")
         try:
             Settings.of(self.all_settings)
         except RefusedError as e:
-            raise ValueError(str(e)) from e
+            raise ValueError(f"{e}{_known_settings(self.settings)}") from e
 
     @property
     def all_settings(self) -> dict[str, Any]:
@@ -115,6 +112,20 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             first += count
         return tuple(found)
 
+
+def _known_settings(given: dict[str, Any]) -> str:
+    """For an error: what a scenario may set, if one of these is nothing of that."""
+    known = [name for name in Settings.__struct_fields__ if name not in _SAID_ELSEWHERE]
+    return "" if given.keys() <= set(known) else f"; known are {', '.join(known)}"
+
+
+_SAID_ELSEWHERE = {
+    "coordinator": "is not given here: write `coordinators: 2` under deployment for two that live elsewhere than in "
+    "the trainer, and leave it out for the trainer's own",
+    "gate_mode": "is not given here: write `gate: sync` or `gate: async` under deployment",
+    "event_log": "is not given here: event logs are in the folder `events` of the run, for they are checked",
+}
+"""Settings that follow from something else in a scenario."""
 
 SETTINGS: dict[str, Any] = {
     "bucket_bytes": 700,
@@ -162,8 +173,15 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError(f"do: {self.do}: for_s belongs to {', '.join(_LASTING)}, and these need it")
         if self.do == "fill" and victim.role != "store":
             raise ValueError("do: fill: a full disk is the store's; say who: store")
-        if self.do == "partition" and victim.role not in ("engine", "receiver", *SERVERS):
-            raise ValueError(f"do: partition: {victim} cannot be cut off; an engine, the store or etcd can")
+        if self.do == "partition" and victim.role == "coordinator":
+            raise ValueError(
+                "do: partition: the coordinator cannot be cut off from all at once: cut off an engine, an owner, the "
+                "store, etcd, or a link of the relay (`owner[0] to relay[1]`)"
+            )
+        if self.do != "partition" and victim.to is not None:
+            raise ValueError(f"do: {self.do}: {victim} is a link of the relay, which can only be cut: do: partition")
+        if self.do == "step_early" and (point.kind, point.action, victim) != ("step", "BeginFold", point.who):
+            raise ValueError("do: step_early: the trainer breaks its word at `owner[0] at BeginFold`")
         if self.do in ("replace", "roll_back") and victim.role != "coordinator":
             raise ValueError(f"do: {self.do}: that is done to the coordinator")
         if self.do in ("slow", "error", "duplicate") and victim != point.taken_by:
@@ -203,25 +221,41 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of the training steps."""
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name) <= 100 or not self.name.isprintable():  # noqa: PLR2004 - a name, no story
-            raise ValueError("name: 1 to 100 printable characters")
+        if not 0 < len(self.name.strip()) <= len(self.name) <= 100 or not self.name.isprintable():  # noqa: PLR2004
+            raise ValueError("name: 1 to 100 printable characters, and not only blanks: it names the run's folder")
         _within("recover_within_s", self.recover_within_s, 1.0, SECONDS_MAX)
+        _within("seed", self.seed, 0, SEED_MAX)
         d = self.deployment
         for fault in self.faults:
             for who in (fault.victim, fault.point.taken_by):
-                size = {"owner": d.trainer.ranks, "engine": d.engines, "receiver": d.engines}.get(who.role, 1)
-                if who.index >= size:
-                    raise ValueError(f"faults: {fault}: there is no {who}; {who.role}[{size - 1}] is the last")
+                _check_there(d, fault, who)
             if fault.point.restore and fault.point.refit <= 1:
                 raise ValueError(f"faults: {fault}: in restore goes from refit 2 on; engines start with version 0")
             if fault.point.refit > d.trainer.refits:
                 raise ValueError(f"faults: {fault}: there are {d.trainer.refits} refits")
             _check_servers(d, fault)
+            if fault.do == "step_early" and d.trainer.ranks > 1:
+                raise ValueError(f"faults: {fault}: of several ranks one alone would step, and the model fall apart")
             if d.coordinators and fault.do == "replace":
                 raise ValueError(
                     f"faults: {fault}: the coordinators are no part of the trainer; stall the one that leads for "
                     f"longer than its lease, and another one replaces it"
                 )
+
+
+def _check_there(d: Deployment, fault: Fault, who: Who) -> None:
+    nodes = len(d.engines_of_nodes)
+    ends = [(who.role, who.index), *([] if who.to is None else [("relay", who.to)])]
+    for role, index in ends:
+        sizes = {"owner": d.trainer.ranks, "engine": d.engines, "receiver": d.engines, "relay": nodes}
+        if index >= (size := sizes.get(role, 1)):
+            raise ValueError(f"faults: {fault}: there is no {role}[{index}]; {role}[{size - 1}] is the last")
+    if who.to is None:
+        return
+    if d.transport != "relay":
+        raise ValueError(f"faults: {fault}: transport is {d.transport}, there is no relay")
+    if ends[0] == ends[1]:
+        raise ValueError(f"faults: {fault}: a relay has no link to itself")
 
 
 def _check_servers(d: Deployment, fault: Fault) -> None:
@@ -237,54 +271,3 @@ def _check_servers(d: Deployment, fault: Fault) -> None:
         raise ValueError(
             f"faults: {fault}: transport is {d.transport} and control {d.control}, there is no store process"
         )
-
-
-def read_scenario(path: Path) -> Scenario:
-    """Read a scenario's file.
-
-    Raises:
-        RefusedError: it cannot be read, is no YAML, has an unknown key or a value that is not allowed; names the file,
-            the key and what is allowed.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise RefusedError(f"scenario {path}: {e.strerror}") from e
-    if len(data) > FILE_BYTES_MAX:
-        raise RefusedError(f"scenario {path}: {len(data)} bytes, more than {FILE_BYTES_MAX}")
-    try:
-        return parse_scenario(data)
-    except RefusedError as e:
-        raise RefusedError(f"scenario {path}: {e}") from e
-
-
-def parse_scenario(data: bytes) -> Scenario:
-    """Read a scenario's text; RefusedError names the key and what is allowed."""
-    try:
-        values = yaml.safe_load(data)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
-        raise RefusedError(f"no YAML: {e}") from e
-    if not isinstance(values, dict):
-        raise RefusedError("no scenario: it must be a mapping with name, deployment and faults")
-    try:
-        return msgspec.convert(values, Scenario)
-    except msgspec.ValidationError as e:
-        raise RefusedError(f"{e}{_hint(str(e))}") from e
-
-
-_KEYS = {k for s in (Scenario, Deployment, Trainer, Model, Fault) for k in s.__struct_fields__}
-
-
-def _hint(error: str) -> str:
-    unknown = re.search(r"unknown field `(\w+)`", error)
-    if unknown is None:
-        return ""
-    place = error.rpartition("$")[2]
-    struct: type[msgspec.Struct] = Scenario
-    for key, of in (("faults", Fault), ("trainer", Trainer), ("model", Model), ("deployment", Deployment)):
-        if key in place:
-            struct = of
-            break
-    near = difflib.get_close_matches(unknown[1], struct.__struct_fields__, 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"; {meant}known are {', '.join(struct.__struct_fields__)}"

@@ -204,7 +204,7 @@ class Supervisor:
                 self._stall(child, victim, end, own=own)
             case "partition":
                 self._fleet.proxy(victim).cut()
-                self._timers.append((end, self._fleet.proxy(victim).heal))
+                self._timers.append((end, lambda: self._heal(strike)))
             case "fill":
                 assert self._fleet.disk is not None
                 self._fleet.disk.fill()
@@ -245,6 +245,12 @@ class Supervisor:
         struck = child if own else self._fleet.child(victim)
         struck.stop(itself=own)
         self._timers.append((end, struck.go_on))
+
+    def _heal(self, strike: Strike) -> None:
+        proxy = self._fleet.proxy(strike.struck)
+        if not proxy.held:
+            self._checks.problems.append(f"{strike}: nothing wanted to pass while it lasted; it has shown nothing")
+        proxy.heal()
 
     def _replace(self, first: Child) -> None:
         """Hold the trainer still, and start another one beside it, as an operator who takes it for dead."""

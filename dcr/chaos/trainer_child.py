@@ -1,5 +1,7 @@
 """A training rank: takes deterministic steps, saves a checkpoint before each push, and pushes."""
 
+import time
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dcr.chaos.bits import CHECKPOINT
-from dcr.chaos.child import Line
+from dcr.chaos.child import RECORD, Line
+from dcr.chaos.detour import channel_through, relay_through
 from dcr.chaos.hooks import WatchedControlPlane, WatchedDelivery
 from dcr.chaos.model import make, train_step
 from dcr.control_plane.address import open_control_plane
@@ -16,11 +19,16 @@ from dcr.control_plane.interface import ControlPlane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
+from dcr.protocol.record import decode_record
+from dcr.runtime import owner_host
+from dcr.runtime.operator import OperatorError
 from dcr.runtime.shared_memory import ROOT
 from dcr.trainer.torch import refit as refit_module
 from dcr.trainer.torch.refit import TrainerRefit
 
-GLOO_TIMEOUT_S = 60
+_EARLY_SEED, _EARLY_RATE = 13, 0.5
+_ABANDONS_MAX = 10
+_ASK_AGAIN_S, _LOOK_S = 2.0, 0.05
 
 
 def serve_trainer(line: Line) -> None:
@@ -38,6 +46,7 @@ def serve_trainer(line: Line) -> None:
     if config.checkpoint:
         model.load_state_dict(load_file(Path(config.checkpoint) / CHECKPOINT))
     _watch(line)
+    line.trigger.acts["step_early"] = lambda: train_step(model, _EARLY_SEED, _EARLY_RATE)
     refit = TrainerRefit(
         model,
         control=config.control,
@@ -58,7 +67,7 @@ def serve_trainer(line: Line) -> None:
             case "push":
                 return _push(line, refit, dense=order["dense"])
             case "abandon":
-                refit.abandon()
+                _abandon(refit, config.control)
             case "resources":
                 return resources()
             case other:
@@ -90,6 +99,25 @@ def resources() -> dict[str, int]:
     }
 
 
+def _abandon(refit: TrainerRefit, control: str) -> None:
+    """As an operator who looks whether it was done, and asks again: a leader may die between its answer and its write.
+
+    Raises:
+        DcrError: the transition is open still.
+    """
+    with closing(open_control_plane(control)) as plane:
+        for _ in range(_ABANDONS_MAX):
+            with suppress(OperatorError):
+                refit.abandon()
+            asked_s = time.monotonic()
+            while time.monotonic() < asked_s + _ASK_AGAIN_S:
+                stored = plane.read(RECORD)
+                if stored is None or decode_record(stored.body).open is None:
+                    return
+                time.sleep(_LOOK_S)
+    raise DcrError(f"the transition was to be abandoned, {_ABANDONS_MAX} times, and is open still")
+
+
 def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:
     line.journal.say("push", who="coordinator")
     try:
@@ -111,6 +139,10 @@ def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:
 
 def _watch(line: Line) -> None:
     """Put the watchers around what the trainer's front door opens: it takes addresses, and offers no other place."""
+    if line.config.channel:
+        channel_through(owner_host, line.config.channel)
+    if line.config.relays:
+        relay_through(line.config.relays)
 
     def control(address: str) -> ControlPlane:
         return WatchedControlPlane(open_control_plane(address), line.trigger)

@@ -54,7 +54,8 @@ class Trigger:
         self._armed: dict[int, Armed] = {}
         self._seen: dict[int, int] = {}
         self._go: dict[int, threading.Event] = {}
-        self._write = ""
+        self.acts: dict[str, Callable[[], None]] = {}
+        """What a process can do to itself where a fault says so, by the fault's ``do``."""
 
     def arm(self, armed: list[Armed]) -> None:
         """Strike at these points, each once, and at no others."""
@@ -120,6 +121,8 @@ class Trigger:
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # the harness ends that
         elif a.do == "slow":
             time.sleep(a.for_s)
+        elif a.do in self.acts:
+            self.acts[a.do]()
         elif a.do in ("error", "duplicate"):
             return a.do
         else:

@@ -138,10 +138,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.kind == "soak":
         return _soak(options)
     from dcr.chaos.matrix import full_matrix, quick_matrix  # noqa: PLC0415 - torch is slow to import
-    from dcr.chaos.scenario import read_scenario  # noqa: PLC0415
+    from dcr.chaos.scenario_file import read_scenario  # noqa: PLC0415
 
     if options.kind == "run":
-        return _run(options, [read_scenario(file) for file in options.files])
+        chosen = [read_scenario(file) for file in options.files]
+        _refuse_early(chosen)
+        return _run(options, chosen)
     scenarios = quick_matrix(options.seed) if options.quick else full_matrix(options.seed)
     if options.only:
         scenarios = [s for s in scenarios if options.only in s.name or any(options.only in str(f) for f in s.faults)]
@@ -156,6 +158,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     faults = sum(len(s.faults) for s in scenarios)
     say(f"{len(scenarios)} scenarios, {faults} faults")
     return {"ok": True, "scenarios": [msgspec.to_builtins(s) for s in scenarios]}
+
+
+def _refuse_early(scenarios: list[Any]) -> None:
+    """What can be known before the first process is started must not come after some scenarios have run."""
+    from dcr.chaos.execute import in_a_path  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.model import check  # noqa: PLC0415
+
+    folders: dict[str, str] = {}
+    for s in scenarios:
+        folder = in_a_path(s.name)
+        if folder in folders:
+            raise RefusedError(f"scenarios {folders[folder]!r} and {s.name!r} would share one folder: rename one")
+        folders[folder] = s.name
+    for models in {s.deployment.model for s in scenarios}:
+        check(models.trainer, models.engine)
 
 
 class _Screen:

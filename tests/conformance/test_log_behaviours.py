@@ -175,13 +175,17 @@ def test_a_payload_that_was_never_emitted_is_rejected(logs):
 # ---------------------------------------------------------------- what kills leave is a behaviour
 
 
-def taken_over(logs, *, revisions):
-    """Another leader finds K so many revisions and epochs later than the last line of the first one's log has it."""
+def taken_over(logs, *, revisions, leases=1):
+    """Another leader finds K so many revisions and epochs later than the last line of the first one's log has it.
+
+    Its own lease is the so-manieth since.
+    """
     path = logs.path("coordinator")
     last = [e for e in logs.read(path) if e.get("step", {}).get("record")][-1]["step"]
     record = last["record"]
     leader = "leader-2"
-    k = {**record, "leader": leader, "fencing_token": record["fencing_token"] + 1, "epoch": record["epoch"] + revisions}
+    token, epoch = record["fencing_token"] + leases, record["epoch"] + revisions
+    k = {**record, "leader": leader, "fencing_token": token, "epoch": epoch}
     step = {"actor": leader, "action": "TakeOver", "epoch": k["epoch"], "record": k}
     step |= {"revision": last["revision"] + revisions, "operation_id": "leader-2-1"}
     return logs.folder / f"coordinator-{leader}-0.ndjson", [
@@ -227,6 +231,23 @@ def test_a_restore_that_its_leader_died_with_is_read_off_the_record(logs):
     logs.write(*taken_over(logs, revisions=2))
     found = logs.validate()
     assert found.ok, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("leases", [1, 2])
+def test_a_leader_that_died_before_its_takeover_had_a_lease_and_wrote_nothing(logs, leases):
+    logs.write(*taken_over(logs, revisions=1, leases=leases))
+    found = logs.validate()
+    assert found.ok, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("leases", [0, -1])
+def test_a_takeover_without_a_newer_lease_is_rejected(logs, leases):
+    path, lines = taken_over(logs, revisions=1, leases=leases)
+    logs.write(path, lines)
+    found = logs.validate()
+    assert rejected_at(found, path, 2), found
 
 
 @pytest.mark.long

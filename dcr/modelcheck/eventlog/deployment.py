@@ -178,6 +178,16 @@ class Deployment:
         last = i.sequence if sealed is None or i.sequence != sealed - 1 else max(i.sequence, total - 1)
         return [self.cell(i.owner, n) for n in range(i.sequence, last + 1)]
 
+    def fencing(self, token: int) -> int:
+        """A fencing token of K, numbered among those that K ever had.
+
+        A lease that its leader never wrote K under, for it was killed before, has a token too (DESIGN D16); the
+        specification counts those alone that K had.
+        """
+        h = self.run.history
+        had = {h.first.fencing_token, *(w.record.fencing_token for w in h.writes)}
+        return 1 + sum(t < token for t in had)
+
     # ------------------------------------------------------------ contents
 
     def _number_candidates(self) -> None:

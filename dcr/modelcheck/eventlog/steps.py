@@ -75,7 +75,7 @@ def record_of(d: Deployment, k: CommitRecord, revision: int, reason: str, named:
         "version": k.version,
         "epoch": k.epoch,
         "leader": d.leaders[k.leader],
-        "token": k.fencing_token,
+        "token": d.fencing(k.fencing_token),
         "baseline": {**d.contents[k.version]},
         "members": {**d.members(k.members)},
         "open": opened,

@@ -2,14 +2,20 @@
 
 from itertools import combinations, product
 
+import msgspec
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcr.chaos.cases import BUCKET_TOO, CASES, CONTROLS, COORDINATORS, GATES, NOT_SHIPPED, TRANSPORTS
+from dcr.chaos.cases import BUCKET_TOO, CASES, CONTROLS, COORDINATORS, GATES, TRANSPORTS
 from dcr.chaos.matrix import QUICK, full_matrix, quick_matrix
 from dcr.chaos.pairwise import cover
-from dcr.chaos.point import ACTIONS
+from dcr.chaos.point import ACTIONS, WHERE_ROLES, WRITES, Who
+from dcr.chaos.scenario_file import parse_scenario
+
+PEER_TIMEOUT_S = 3.0
+"""Of the relay in scenarios: a peer that says nothing for longer is lost."""
 
 
 def pairs(choice):
@@ -36,12 +42,26 @@ def test_a_seed_decides_everything():
 
 
 def test_every_point_of_every_role_is_shipped():
-    struck = {
-        (f.point.taken_by.role, f.point.action) for s in full_matrix() for f in s.faults if f.point.kind == "step"
-    }
-    every = {(role, action) for role, actions in ACTIONS.items() for action in actions}
-    missing = every - struck
-    assert {action for _, action in missing} == set(NOT_SHIPPED)
+    points = [f.point for s in full_matrix() for f in s.faults if f.do in ("kill", "stall")]
+    struck = {(p.taken_by.role, p.action) for p in points if p.kind == "step"}
+    assert struck == {(role, action) for role, actions in ACTIONS.items() for action in actions}
+    written = {(p.kind, p.action) for p in points if p.kind in ("cas_sent", "cas_done")}
+    assert written == set(product(("cas_sent", "cas_done"), WRITES))
+    between = {(p.taken_by.role, p.kind) for p in points}
+    assert between >= {(role, kind) for kind, roles in WHERE_ROLES.items() for role in {*roles} & {*ACTIONS}}
+
+
+def test_every_link_of_the_relay_and_every_process_is_cut_off_for_a_moment_and_past_its_time_outs():
+    cut = {(f.victim, f.for_s < PEER_TIMEOUT_S) for s in full_matrix() for f in s.faults if f.do == "partition"}
+    for link in ("owner[0] to relay[1]", "owner[1] to relay[0]", "relay[0] to relay[1]"):
+        assert {(Who.parse(link), True), (Who.parse(link), False)} <= cut
+    roles = {victim.role for victim, _ in cut if victim.to is None}
+    assert roles == {"engine", "owner", "store", "etcd"}
+
+
+def test_whatever_is_shipped_is_a_scenario_that_a_file_can_have():
+    for scenario in full_matrix():
+        assert parse_scenario(yaml.safe_dump(msgspec.to_builtins(scenario)).encode()) == scenario
 
 
 def test_every_case_is_combined_with_every_setting_that_it_can_have():

@@ -5,12 +5,15 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcr.chaos.point import ACTIONS, WRITES, Point, Who
-from dcr.chaos.scenario import Deployment, Do, Fault, Scenario, parse_scenario, read_scenario
+from dcr.chaos.scenario import Deployment, Do, Fault, Model, Scenario, Trainer
+from dcr.chaos.scenario_file import parse_scenario, read_scenario
 from dcr.protocol.errors import RefusedError
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -62,7 +65,25 @@ def test_a_scenario_is_read():
         ("receiver[1] after", "receiver[1] at Comit, after", r"says nothing here"),
         ("do: fill, for_s: 1.5", "do: fill", r"for_s belongs to"),
         ("do: fill", "do: explode", r"explode"),
-        ("who: store, do: fill, for_s: 1.5", "do: partition, for_s: 1", r"owner\[0\] cannot be cut off"),
+        ("who: store, do: fill, for_s: 1.5", "do: step_early", r"breaks its word at `owner\[0\] at BeginFold`"),
+        ("who: store, do: fill", "who: coordinator, do: partition", r"coordinator cannot be cut off"),
+        ("who: store, do: fill", 'who: "owner[0] to relay[1]", do: partition', r"transport is file, there is no relay"),
+        (
+            "who: store, do: fill",
+            'who: "owner[0] to relay[1]", do: stall',
+            r"a link of the relay, which can only be cut",
+        ),
+        ("who: store, do: fill", 'who: "owner[2] to relay[1]", do: partition', r"there is no owner\[2\]"),
+        (
+            "who: store, do: fill",
+            'who: "owner[0] to relay[2]", do: partition',
+            r"there is no relay\[2\]; relay\[1\] is",
+        ),
+        (
+            "who: store, do: fill",
+            'who: "relay[1]", do: partition',
+            r"a link of the relay is owner\[N\] to relay\[NODE\]",
+        ),
         ("who: store, do: fill, for_s: 1.5", "who: store", r"there is no store process"),
         ("who: store, do: fill, for_s: 1.5", "who: etcd", r"there is no etcd"),
         ("who: store, do: fill, for_s: 1.5", "push_error: x", r"push_error and operator come together"),
@@ -70,7 +91,21 @@ def test_a_scenario_is_read():
         ("name: two engines", "name: ''", r"1 to 100 printable characters"),
         ("gate: async", "coordinators: 9", r"coordinators: 9 is not from 0 to 8"),
         ("gate: async", "coordinators: 2\n  control: s3", r"coordinators: none can stand by where control is s3"),
-        ("ack_timeout_s: 4.0", "coordinator: elsewhere", r"settings: coordinator follows from deployment.coordinators"),
+        ("ack_timeout_s: 4.0", "coordinator: elsewhere", r"settings: coordinator .*write `coordinators: 2` under depl"),
+        ("ack_timeout_s: 4.0", "gate_mode: sync", r"settings: gate_mode .*write `gate: sync`"),
+        ("ack_timeout_s: 4.0", "event_log: off", r"settings: event_log "),
+        ("ack_timeout_s: 4.0", "zzz: 1", r"settings: .*`zzz`; known are operation, .*push_timeout_s"),
+        ("gate: async", "gate: half", r"deployment.gate.*; allowed are sync, async$"),
+        ("gate: async", "transport: 7", r"Expected text.*deployment.transport.*; allowed are file, s3, relay$"),
+        ("do: fill", "do: explode", r"faults\[2\].do.*; allowed are kill, stall, .*, step_early$"),
+        ("engines: 3", "engines: 3\n  engines: 4", r"line 6: 'engines' is there twice, first in line 5"),
+        ("rate: 0.1", "rate: 0.1, rate: 0.2", r"line 4: 'rate' is there twice"),
+        ('"owner[0] before payload 1 in refit 3"', "owner[0] at Seal", r'short form, .* wants quotes: at: "'),
+        ("who: store", "who: owner[0]", r'short form, .* wants quotes: who: "'),
+        ("payload 2 in attempt 2", "payload 2 #3", r"line 10: # begins a comment in YAML"),
+        ("name: two engines", "name: '  '", r"name: 1 to 100 printable characters, and not only blanks"),
+        ("name: two engines", "name: a\nseed: 9999999999", r"seed: 9999999999 is not from 0"),
+        ("engines: 3", "engines: [3]", r"Expected a whole number, got a list - at `\$.deployment.engines`"),
         ("who: store, do: fill, for_s: 1.5", "who: etcd, do: kill", r"control is sqlite, there is no etcd"),
         ("gate: async", "transport: relay\n  control: s3", r"a disk is filled where transport is file, not relay"),
     ],
@@ -141,6 +176,73 @@ def test_the_page_shows_a_scenario_and_names_every_key():
             assert re.search(rf"`(deployment\.)?{key}`", page), key
     for what in get_args(Do):
         assert f"| `{what}` |" in page
+
+
+FIELDS = {
+    (): Scenario,
+    ("deployment",): Deployment,
+    ("deployment", "trainer"): Trainer,
+    ("deployment", "model"): Model,
+    ("faults", 0): Fault,
+}
+EVERY_FIELD = [(*place, name) for place, struct in FIELDS.items() for name in struct.__struct_fields__]
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([10**30, -(10**30), 1e308]))
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.binary(max_size=4), st.dates())
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(SCALARS, SCALARS, max_size=2))
+
+
+@pytest.mark.parametrize("path", EVERY_FIELD, ids=lambda path: ".".join(map(str, path)))
+@settings(max_examples=12)
+@given(value=VALUES)
+def test_whatever_a_field_has_is_read_or_refused_by_name(path, value):
+    data = {
+        "name": "one",
+        "deployment": {"trainer": {"ranks": 1}, "model": {}},
+        "faults": [{"at": "receiver[1] at BeginWrite"}],
+    }
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    refused = ""
+    try:
+        parse_scenario(yaml.safe_dump(data).encode())
+    except RefusedError as e:
+        refused = str(e)
+    place = "faults[0]" if len(path) > 1 and path[0] == "faults" else str(path[-1])
+    assert not refused or place in refused or "no YAML" in refused
+
+
+@given(st.binary(max_size=80))
+def test_no_file_is_more_than_refused(data):
+    with contextlib.suppress(RefusedError):
+        parse_scenario(data)
+
+
+def test_a_scenario_with_itself_in_it_is_refused():
+    with pytest.raises(RefusedError, match="settings"):
+        parse_scenario(b"name: a\ndeployment:\n  settings: &a {x: *a}")
+    with pytest.raises(RefusedError):
+        parse_scenario(b"name: a\nfaults: &a [*a]")
+
+
+def test_a_link_of_the_relay_is_a_victim_and_nobody_at_whose_moment_anything_happens():
+    link = Who.parse("relay[0] to relay[1]")
+    assert (link, str(link)) == (Who("relay", 0, 1), "relay[0] to relay[1]")
+    d = Deployment(transport="relay")
+    cut = Fault(at="owner[0] before payload 1", who=str(link), do="partition", for_s=1.0)
+    Scenario(name="a link", deployment=d, faults=(cut,))
+    with pytest.raises(ValueError, match="a relay has no link to itself"):
+        Scenario(name="none", deployment=d, faults=(msgspec.structs.replace(cut, who="relay[1] to relay[1]"),))
+    with pytest.raises(RefusedError, match="is nobody"):
+        Point.parse("relay[0] at Emit")
+
+
+def test_of_several_ranks_none_steps_early_alone():
+    fault = Fault(at="owner[0] at BeginFold", do="step_early")
+    Scenario(name="one rank", faults=(fault,))
+    with pytest.raises(ValueError, match="of several ranks one alone would step"):
+        Scenario(name="two", deployment=Deployment(trainer=Trainer(ranks=2)), faults=(fault,))
 
 
 @st.composite
