@@ -46,6 +46,7 @@ from dcr.runtime.event_log import EventLog
 from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
 from dcr.runtime.intervention import intervened
+from dcr.runtime.kept_order import KeptOrder
 from dcr.runtime.leader_record import LeaderError, LeaderRecord
 from dcr.runtime.leadership import Leadership, take_lease, why_lost
 from dcr.runtime.observer import Observer, log_step
@@ -141,6 +142,7 @@ class CoordinatorHost:
             lambda role, name, order: self._send(role, name, encode_message(order)),
             settings.verify_timeout_s,
         )
+        self._kept = KeptOrder(control, record_id)
         self._deadline: tuple[float, int] | None = None
         self.failure = ""
         self.lost = False
@@ -266,7 +268,7 @@ class CoordinatorHost:
         if operator.role != "operator":
             raise RefusedError(f"{operator} gave an order about the transition, which is an operator's to give")
         self._status = fleet_status(self._role)
-        answer, effects = intervened(self._role, order, self._status)
+        answer, effects = intervened(self._role, order, self._status, self._kept)
         self._send("operator", operator.name, encode_message(answer))
         return effects
 
@@ -382,6 +384,7 @@ class CoordinatorHost:
                 self._look_at_roster()
             if leader_address(self._control, self._record_id) != self.address:
                 register_leader(self._control, self._record_id, self.address)
+            return self._kept.due(self._role)
         except DcrError as e:
             _log.warning("coordinator %s could not look at the registry: %s", self._leader, e)
         return []
