@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcr.cli.record_options import add_control, add_record_id
 from dcr.cli.report import say
 from dcr.control_plane.address import open_control_plane
 from dcr.control_plane.interface import check_text
@@ -36,10 +37,10 @@ their own: one leads, the others stand by.  When the leader dies, is cut off or 
       --delivery 's3://bucket/prefix?region=us-east-1' --settings /etc/dcr/settings.json \\
       --settings 'channel=tls:///etc/dcr/coordinator-b?listen=10.0.0.5:7100' --name coordinator-b
 
-Give each the settings of the trainer: gate_mode, members_min, attempts_max and the time-outs are the leader's to
-keep.  It needs no GPU and holds no weight.  SIGTERM and SIGINT end it: a leader gives its lease back, and the next one
-need not wait.  What it waits for and does, it tells on standard error.  docs/coordinator.md says when to use it, and
-what a failover costs.
+Give each the trainer's delivery, record id and settings: gate_mode, members_min, attempts_max and the time-outs are the
+leader's to keep, and one that has others than the trainer's does not lead, and says in what.  It needs no GPU and holds
+no weight.  SIGTERM and SIGINT end it: a leader gives its lease back, and the next one need not wait.  What it waits for
+and does, it tells on standard error.  docs/coordinator.md says when to use it, and what a failover costs.
 
 Exit status: 0 ended by a signal; 1 it led and failed by itself, as it would again; 3 an argument was refused, or what
 it needs could not be opened.  Losing the lease ends nothing: it stands by again."""
@@ -57,9 +58,9 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run, command_name="coordinator")
-    parser.add_argument("--control", required=True, metavar="ADDRESS", help="control plane, as the trainer has it")
+    add_control(parser)
     parser.add_argument("--delivery", required=True, metavar="ADDRESS", help="delivery, as the trainer has it")
-    parser.add_argument("--record-id", default="default", metavar="ID", help="commit record (default)")
+    add_record_id(parser)
     parser.add_argument(
         "--settings",
         action="append",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from dcr.cli import certs, chaos, coordinator, inspect, record, simulate, spec, transition, verify
+from dcr.cli.report import UndecidedError
 from dcr.protocol.errors import DcrError
 
 FAILED = 1
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = options.run(options)
     except DcrError as error:
         print(f"dcr {name}: {error}", file=sys.stderr)  # noqa: T201 -- what a command says
-        report = {"ok": False, "error": str(error)}
+        found = error.report if isinstance(error, UndecidedError) else {}
+        report = {"ok": False, "error": str(error), **found}
         status = IMPOSSIBLE
     except BrokenPipeError:
         # Whoever read our output has seen enough; nobody is left to tell anything.

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from dcr.cli.record_options import add_control, add_record_id
 from dcr.cli.report import say
 from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane, HistoryEntry, Stored
@@ -23,7 +24,8 @@ Looks at a commit record where it is kept, and changes nothing; neither trainer 
   dcr record history --control 'etcd://10.0.0.9:2379/dcr?ca=/etc/dcr/etcd/ca.pem' --commits
   dcr record export --control 's3://bucket/prefix?endpoint=http://10.0.0.9:8333' > record.json
 
-show is for people; history lists the writes of the record, newest first, as many as the control plane kept; export
+show is for people; history lists the writes of the record, newest first, as many as the control plane kept, each with
+the version that was committed once it had taken effect: an attempt to reach version 8 is opened at version 7; export
 prints one JSON document with both (docs/control-plane.md says what is in it).
 
 Exit status: 0 the record was read; 1 there is no such record; 3 it could not be read."""
@@ -45,8 +47,8 @@ def add(commands: Any) -> None:
     export = kinds.add_parser("export", help="one JSON document with the record and its history")
     for one in (show, history, export):
         one.set_defaults(run=run, command_name="record")
-        one.add_argument("--control", required=True, metavar="ADDRESS", help="control plane, as the trainer has it")
-        one.add_argument("--record", default="default", metavar="ID", help="commit record (default)")
+        add_control(one)
+        add_record_id(one)
         one.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
 
 
@@ -65,19 +67,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     control = open_existing(options.control)
     try:
-        stored = control.read(options.record)
+        stored = control.read(options.record_id)
         if stored is None:
-            error = f"there is no record {options.record!r} at this address"
+            error = f"there is no record {options.record_id!r} at this address"
             say(error)
-            return {"ok": False, "kind": options.kind, "record_id": options.record, "error": error}
+            return {"ok": False, "kind": options.kind, "record_id": options.record_id, "error": error}
         if options.kind == "history":
             return {"ok": True, "kind": "history", **_history(control, options)}
-        document = _document(control, stored, options.record)
+        document = _document(control, stored, options.record_id)
         if options.kind == "show":
-            lease = control.leader(options.record)
+            lease = control.leader(options.record_id)
             holder = f"{lease.holder}, token {lease.token}" if lease else "nobody holds one"
             _show(stored, decode_record(stored.body), holder if control.leases else "none are kept here")
-            for engine, how_far in sorted(catching_up(control, options.record).items()):
+            for engine, how_far in sorted(catching_up(control, options.record_id).items()):
                 say(f"  catches up {engine}, {how_far}")
         elif not options.json:
             say(msgspec.json.encode(document).decode())
@@ -102,22 +104,22 @@ def _document(control: ControlPlane, stored: Stored, record_id: str) -> dict[str
 
 
 def _history(control: ControlPlane, options: argparse.Namespace) -> dict[str, Any]:
-    entries = control.history(options.record, _HISTORY_MAX if options.commits else options.limit)
+    entries = control.history(options.record_id, _HISTORY_MAX if options.commits else options.limit)
     if options.commits:
         entries = [e for e in entries if e.reason == "Commit"][: options.limit]
     for entry in entries:
         say(_line(entry))
     if not entries:
         say("no commits among the writes that were kept" if options.commits else "no writes were kept")
-    return {"record_id": options.record, "history": msgspec.to_builtins(entries)}
+    return {"record_id": options.record_id, "history": msgspec.to_builtins(entries)}
 
 
 def _line(entry: HistoryEntry) -> str:
     at = dt.datetime.fromtimestamp(entry.time_s, dt.UTC).strftime("%Y-%m-%d %H:%M:%S")
-    version = "version ?" if entry.version is None else f"version {entry.version}"
+    version = "?" if entry.version is None else str(entry.version)
     digest = f", digest {entry.digest}" if entry.digest else ""
     return (
-        f"{entry.revision:8}  {at} UTC  {entry.reason:16} {version}{digest}  by {entry.actor}, "
+        f"{entry.revision:8}  {at} UTC  {entry.reason:16} then at version {version}{digest}  by {entry.actor}, "
         f"operation {entry.operation_id}"
     )
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
+from dcr.cli.record_options import add_channel, add_control, add_record_id
 from dcr.cli.report import say
 from dcr.control_plane.address import open_existing
 from dcr.protocol.messages import Intervened, Intervention
 from dcr.protocol.record import Direction, OpenTransition
-from dcr.runtime.channel_address import LOOPBACK
 from dcr.runtime.operator import intervene
 from dcr.runtime.secret_path import run_secret
 
@@ -59,16 +59,9 @@ def add(commands: Any) -> None:
     for what, explained in _HELP.items():
         one = kinds.add_parser(what.value, help=explained)
         one.set_defaults(run=run, command_name="transition")
-        one.add_argument(
-            "--control", required=True, metavar="ADDRESS", help="control plane, as trainer and nodes have it"
-        )
-        one.add_argument("--record", default="default", metavar="ID", help="commit record (default)")
-        one.add_argument(
-            "--channel",
-            default=LOOPBACK,
-            metavar="ADDRESS",
-            help="setting channel, as trainer and nodes have it: loopback (default) or tls:///folder/of/credentials",
-        )
+        add_control(one)
+        add_record_id(one)
+        add_channel(one)
         one.add_argument(
             "--timeout-s", type=float, default=30.0, metavar="S", help="how long to look for the leader and wait (30)"
         )
@@ -86,7 +79,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     try:
         answer = intervene(
             control,
-            options.record,
+            options.record_id,
             run_secret(options.control),
             what,
             channel=options.channel,

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from dcr.cli.report import say
+from dcr.cli.record_options import add_channel, add_control, add_record_id
+from dcr.cli.report import UndecidedError, say
 from dcr.control_plane.address import open_existing
 from dcr.protocol.messages import ContentsCompared
-from dcr.runtime.channel_address import LOOPBACK
-from dcr.runtime.operator import verify
+from dcr.runtime.operator import OperatorError, verify
 from dcr.runtime.secret_path import run_secret
 
 _DESCRIPTION = """\
@@ -21,8 +21,9 @@ transition be under way.
   dcr verify --control sqlite:///tmp/run/record.db
   dcr verify --control sqlite:///tmp/run/record.db --json
 
-Exit status: 0 every engine holds the committed version; 1 one does not, or could not compare; 3 nobody could
-be asked."""
+Exit status: 0 every engine holds the committed version; 1 one holds something else (DIFFERS), whatever is known of
+the others; 3 none is known to, and of one at least, or of all, it could not be told now (UNKNOWN, or why in the last
+line): ask again."""
 
 
 def add(commands: Any) -> None:
@@ -34,16 +35,9 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run, command_name="verify")
-    parser.add_argument(
-        "--control", required=True, metavar="ADDRESS", help="control plane, as trainer and nodes have it"
-    )
-    parser.add_argument("--record", default="default", metavar="ID", help="commit record (default)")
-    parser.add_argument(
-        "--channel",
-        default=LOOPBACK,
-        metavar="ADDRESS",
-        help="setting channel, as trainer and nodes have it: loopback (default) or tls:///folder/of/credentials",
-    )
+    add_control(parser)
+    add_record_id(parser)
+    add_channel(parser)
     parser.add_argument(
         "--connect-s", type=_seconds, default=20.0, metavar="S", help="how long to look for the trainer (20)"
     )
@@ -64,38 +58,51 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Ask, and print every engine's answer as it comes.
 
     Raises:
+        UndecidedError: no engine is known to differ, and one at least could not be compared.
         DcrError: nobody could be asked.
     """
     control = open_existing(options.control)  # first: beside what is no record there is no secret to make
+    engines: list[ContentsCompared] = []
+    version, error = 0, ""
     try:
-        secret = run_secret(options.control)
-        engines: list[ContentsCompared] = []
-        version = 0
         for answer in verify(
             control,
-            options.record,
-            secret,
+            options.record_id,
+            run_secret(options.control),
             channel=options.channel,
             connect_s=options.connect_s,
             answer_s=options.timeout_s,
         ):
-            version = answer.version
+            version, error = answer.version, answer.error
             if answer.engine is not None:
                 engines.append(answer.engine)
-                say(_line(answer.engine, version))
-                for name, why in answer.engine.different.items():
-                    say(f"    {name}: {why}")
-                more = answer.engine.different_count - len(answer.engine.different)
-                if more:
-                    say(f"    and {more} more")
-            if answer.error:
-                say(f"ended: {answer.error}")
-                return {"ok": False, "version": version, "engines": _plain(engines), "error": answer.error}
+                _tell(answer.engine, version)
+    except OperatorError as e:  # of a leader that is lost half-way too: what it said before stands
+        if not engines:
+            raise
+        error = str(e)
     finally:
         control.close()
+    return _concluded(engines, version, error)
+
+
+def _concluded(engines: list[ContentsCompared], version: int, error: str) -> dict[str, Any]:
     good = sum(_equal(e) for e in engines)
-    say(f"{good} of {len(engines)} engines hold version {version}")
-    return {"ok": good == len(engines), "version": version, "engines": _plain(engines), "error": ""}
+    differ = sum(e.different_count > 0 for e in engines)
+    say(f"ended: {error}" if error else f"{good} of {len(engines)} engines hold version {version}")
+    found = {"ok": good == len(engines) and not error, "version": version, "engines": _plain(engines), "error": error}
+    if found["ok"] or differ:
+        return found
+    why = error or f"{len(engines) - good} of {len(engines)} engines could not be compared"
+    raise UndecidedError(f"not known now whether every engine holds what is committed: {why}", found)
+
+
+def _tell(engine: ContentsCompared, version: int) -> None:
+    say(_line(engine, version))
+    for name, why in engine.different.items():
+        say(f"    {name}: {why}")
+    if more := engine.different_count - len(engine.different):
+        say(f"    and {more} more")
 
 
 def _equal(e: ContentsCompared) -> bool:

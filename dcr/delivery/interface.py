@@ -7,7 +7,7 @@ the manifest that ends them, without ever listing::
     RECORD/EPOCH/TARGET/OWNER/INCARNATION/manifest
     RECORD/EPOCH/contents/OWNER/INCARNATION/CONTENT-DIGEST
     RECORD/EPOCH/committed
-    RECORD/meeting/LEADER
+    RECORD/meeting/NAME
 
 Numbers have 20 decimal digits.  Names are written as ``dcr.s3.segment`` says.
 
@@ -175,13 +175,13 @@ def committed_key(record_id: str, epoch: int) -> str:
     return f"{epoch_prefix(record_id, epoch)}committed"
 
 
-def meeting_key(record_id: str, leader: str) -> str:
-    """The key of what a leader leaves for nodes to find; RefusedError as for ``payload_key``."""
-    return f"{meeting_prefix(record_id)}{_name('leader', leader)}"
+def meeting_key(record_id: str, name: str) -> str:
+    """The key of what a trainer leaves for others to find; RefusedError as for ``payload_key``."""
+    return f"{meeting_prefix(record_id)}{_name('name', name)}"
 
 
 def meeting_prefix(record_id: str) -> str:
-    """The prefix of what leaders of a record leave; RefusedError as for ``payload_key``."""
+    """The prefix of what trainers of a record leave; RefusedError as for ``payload_key``."""
     return f"{_record_prefix(record_id)}meeting/"
 
 

@@ -1,4 +1,4 @@
-"""How a node tells whether it looks where the owners deliver: the leader leaves an object there, and nodes look for it.
+"""How others tell whether they look where the owners deliver: the trainer leaves an object there, and they look for it.
 
 Addresses are no proof: one bucket has several endpoints, one folder several paths, and another folder of the same path
 lies on every host.  Over a relay, where each process has an address of its own by design and nothing is stored, only
@@ -20,18 +20,23 @@ _BYTES_MAX = 4096
 
 
 class MeetingPoint(msgspec.Struct, frozen=True):
-    """Where a leader's owners deliver, as the registry has it; fields that a later version adds are passed over."""
+    """Where owners deliver, as the registry has it; fields that a later version adds are passed over."""
 
     kind: str
     """``file``, ``s3`` or ``relay``."""
     place: str
     """The delivery, for people."""
     key: str
-    """Of the object that the leader left there; empty for a relay."""
+    """Of the object that was left there; empty for a relay."""
 
 
-def leave_sign(delivery: Delivery, record_id: str, leader: str) -> bytes:
-    """Put the leader's object into the delivery, in place of its forerunners'; what nodes need to find it.
+def leave_sign(delivery: Delivery, record_id: str, name: str) -> bytes:
+    """Put an object into the delivery, in place of its forerunners'; what nodes and coordinators need to find it.
+
+    Args:
+        delivery: the trainer's.
+        record_id: the record.
+        name: new with every start of the trainer.
 
     Raises:
         DeliveryError: nothing can be stored there.
@@ -43,9 +48,9 @@ def leave_sign(delivery: Delivery, record_id: str, leader: str) -> bytes:
     try:
         delivery.delete_prefix(meeting_prefix(record_id))
     except DeliveryError as e:
-        _log.warning("what older leaders left at %s could not be removed: %s", delivery.place, e)
-    key = meeting_key(record_id, leader)
-    delivery.put(key, leader.encode())
+        _log.warning("what older trainers left at %s could not be removed: %s", delivery.place, e)
+    key = meeting_key(record_id, name)
+    delivery.put(key, name.encode())
     return msgspec.json.encode(MeetingPoint(delivery.kind, delivery.place, key))
 
 
@@ -64,13 +69,19 @@ def _refuse_another_run(delivery: Delivery, record_id: str) -> None:
         _log.warning("whether another run delivers to %s cannot be told now: %s", delivery.place, e)
 
 
-def missed(delivery: Delivery, entry: bytes) -> str:
-    """Why what is delivered at a meeting point cannot be seen in this delivery; empty if it can, or nobody knows."""
+def missed(delivery: Delivery, entry: bytes, who: str = "this node") -> str:
+    """Why what is delivered at a meeting point cannot be seen in this delivery; empty if it can, or nobody knows.
+
+    Args:
+        delivery: where ``who`` looks.
+        entry: of the registry, see ``leave_sign``.
+        who: looks there, for people.
+    """
     try:
         point = msgspec.json.decode(entry, type=MeetingPoint)
     except msgspec.DecodeError:
         return ""  # of another version of dcr, which the control channel tells
-    where = f"the trainer delivers to {point.place}, this node looks in {delivery.place}"
+    where = f"the trainer delivers to {point.place}, {who} looks in {delivery.place}"
     advice = "give both sides the same delivery"
     if point.kind != delivery.kind:
         return f"{where}: {advice}"

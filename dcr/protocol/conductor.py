@@ -64,6 +64,8 @@ class Conductor(Registrar):
         self.members_min = members_min
         self.gate_mode = gate_mode
         self.candidate = ""
+        self.awaited: frozenset[str] = frozenset()
+        """Engines that K named when it was taken over, and that have not come back since."""
 
     # ------------------------------------------------------------ attempts
 
@@ -357,6 +359,8 @@ class Conductor(Registrar):
         """Who is missing for an attempt, for people."""
         if self.seats.missing:
             return f"no connection to {', '.join(self.seats.missing)}"
+        if self.awaited:
+            return f"not connected again since the last leader: {', '.join(sorted(self.awaited))}"
         few = f"too few engines can take part in record {self.record_id!r} (members_min is {self.members_min})"
         return f"{few}; engines: {self.fleet.describe()}"
 

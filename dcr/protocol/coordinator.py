@@ -80,10 +80,9 @@ class Coordinator(Announcer):
         self.attempts_max = attempts_max
         self.stop_waits = stop_waits
         self.rejoin_waits = rejoin_waits
-        self._awaited: frozenset[str] = frozenset()  # engines that K named when it was taken over, not seen since
         self._abandoning = ""  # why the open transition is to be abandoned; empty if it is not
         self._asked_in = 0  # the epoch in which the operator was last told that a transition waits
-        self._resumed = False  # the operator's word that a stopped transition goes on
+        self.resumed = False  # the operator's word that a stopped transition goes on
         self._cut_off = ""  # why the push that waits ends when K says that its transition is abandoned
         self._turning_back = False
         self._stopping = False  # an attempt failed for good
@@ -107,7 +106,7 @@ class Coordinator(Announcer):
     def member_report(self, report: MemberReport) -> list[Effect]:
         """Take a member's report, and do what is due; reports of older incarnations are ignored."""
         if isinstance(report, Join):
-            self._awaited -= {report.engine}
+            self.awaited -= {report.engine}
         return [*super().member_report(report), *self._proceed()]
 
     def member_lost(self, engine: str, incarnation: int) -> list[Effect]:
@@ -126,7 +125,7 @@ class Coordinator(Announcer):
 
     def resume(self) -> list[Effect]:
         """Go on with a stopped transition whose push waits for that, with ``attempts_max`` more attempts (D14)."""
-        self._resumed, self._backoff = True, Backoff()
+        self.resumed, self._backoff = True, Backoff()
         return self._proceed()
 
     @property
@@ -157,9 +156,9 @@ class Coordinator(Announcer):
         if reason in ("CreateRecord", "TakeOver"):
             self._timer.stop()  # what is waited for from here on gets its full time
             named = {m.engine for m in self._k.members if self.rejoin_waits}
-            self._awaited = frozenset(named - {name for name, e in self.fleet.engines.items() if e.connected})
+            self.awaited = frozenset(named - {name for name, e in self.fleet.engines.items() if e.connected})
         if reason == "Stop":
-            self._resumed, self._budget_from = False, None  # whoever goes on with it has attempts_max more
+            self.resumed, self._budget_from = False, None  # whoever goes on with it has attempts_max more
             effects += [] if self.held else self._push_over(why_stopped(self._failures))
         elif reason == "Commit" and self._s.back:
             how = "every member serves that version again"
@@ -206,7 +205,7 @@ class Coordinator(Announcer):
                 self._overdue = {OwnerRef(o, self.seats[o].incarnation) for o in self._owing}
                 self._folds |= dict.fromkeys(self._overdue, "time-out: no answer to the order to fold")
             case Phase.IDLE if rejoining:
-                self._awaited = frozenset()
+                self.awaited = frozenset()
             case Phase.IDLE if not paused:
                 effects = self._waited()
         return effects + self._proceed()
@@ -217,9 +216,9 @@ class Coordinator(Announcer):
         if tr is not None and (self._turning_back or tr.direction is Direction.BACK):
             self._given_back = self._abandoning = self._why_waiting()
         elif self.held:
-            if self._resumed:  # in vain: it stays stopped
+            if self.resumed:  # in vain: it stays stopped
                 self._failures.append(f"time-out: {self._why_waiting()}")
-                self._resumed = False
+                self.resumed = False
         elif self.seats.ready:
             self._failures.append(f"time-out: {self._why_waiting()}")
             if tr is None or tr.stopped:
@@ -253,6 +252,10 @@ class Coordinator(Announcer):
             return []
         step = Step(self.leader, "Wait", self._epoch, why)
         return [*([step] if why else []), self._timer.start(name)]
+
+    def _wait_for_peers(self) -> list[Effect]:
+        """Wait for owners without a connection, and for engines that the last leader had."""
+        return self._wait("owners" if self.seats.missing else "rejoin", self._why_waiting())
 
     def _pause(self) -> list[Effect] | None:
         """Wait before the next attempt, each time longer; None if it is due."""
@@ -335,7 +338,7 @@ class Coordinator(Announcer):
             return self._go_back(tr, stopping=stopping)
         if stopping:
             return self.stop()
-        if self.held and not self._resumed:
+        if self.held and not self.resumed:
             return self._wait_for_operator()
         if tr.stopped and not self.held and (waiting := self.seats.waiting(tr.owners, tr.pushes)):
             return self._push_over(why_stopped([_NOT_TOLD]), self.seats.took_part(waiting))
@@ -388,12 +391,8 @@ class Coordinator(Announcer):
             return self.stop()
         if (pause := self._pause()) is not None:
             return pause
-        if self.seats.missing:
-            return self._wait("owners", self._why_waiting())
-        if self._awaited:
-            return self._wait(
-                "rejoin", f"not connected again since the last leader: {', '.join(sorted(self._awaited))}"
-            )
+        if self.seats.missing or self.awaited:
+            return self._wait_for_peers()
         kind = self._choose_kind(counted)
         if kind is None and self.fleet.forgive():
             kind = self._choose_kind(counted)  # better the same engines once more, within attempts_max, than none
@@ -449,9 +448,9 @@ class Coordinator(Announcer):
             why = self._failures[-1]
         elif not self._baseline_held:
             why = f"the baseline of version {self._k.version} is not held"
-        elif self.seats.missing:
+        elif self.seats.missing or self.awaited:
             self._turning_back = turning
-            return self._wait("owners", self._why_waiting())
+            return self._wait_for_peers()
         elif len(self.fleet.present()) < self.members_min:
             self._turning_back = turning
             return self._wait("members", self._why_waiting())

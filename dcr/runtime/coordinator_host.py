@@ -46,11 +46,12 @@ from dcr.runtime.event_log import EventLog
 from dcr.runtime.fleet_status import FleetStatus, fleet_status
 from dcr.runtime.hub import Hub
 from dcr.runtime.intervention import intervened
+from dcr.runtime.kept_order import KeptOrder
 from dcr.runtime.leader_record import LeaderError, LeaderRecord
 from dcr.runtime.leadership import Leadership, take_lease, why_lost
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.registry import leader_address, register_leader, register_meeting
-from dcr.runtime.roster import Roster, roster
+from dcr.runtime.roster import roster, why_stranger
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.sweeper import Sweeper
@@ -82,8 +83,8 @@ class CoordinatorHost:
         events: folder in which the coordinator writes its steps down; empty to write none.
         lease: the one to lead by, of this leader, where several coordinators wait for the trainer's roster: it leads
             for as long as the roster is that of ``owners``, and whom it leads finds its successor in the registry.
-            None in a trainer that has its own: the lease of an older leader is taken over at once, and an end of the
-            leadership ends every push.
+            The trainer has said where it delivers.  None in a trainer that has its own: the lease of an older leader is
+            taken over at once, an end of the leadership ends every push, and it says where this trainer delivers.
 
     Attributes:
         ended: set when it leads no more by itself; ``failure`` says why.
@@ -114,7 +115,8 @@ class CoordinatorHost:
         self._leader = leader
         self._control = control
         self._settings = settings
-        self._roster = Roster(tuple(sorted(owners)))
+        self._owners = tuple(sorted(owners))
+        names = [o.owner for o in self._owners]
         self._succeeded = lease is not None  # somebody else may lead the same owners after this one
         self._event_log = EventLog(events, "coordinator", leader, 0, settings.event_log_bytes_max)
         self._event_log.start(Start(EVENT_LOG_VERSION, record_id, gate_mode=settings.gate_mode))
@@ -123,7 +125,7 @@ class CoordinatorHost:
         self._role = Coordinator(
             record_id,
             leader,
-            self._roster.names,
+            names,
             wire_version=WIRE_VERSION,
             operations=(settings.operation, *others),
             members_min=settings.members_min,
@@ -136,10 +138,11 @@ class CoordinatorHost:
         self._peers: dict[tuple[str, str], Peer] = {}
         self._verification = Verification(
             record_id,
-            self._roster.names,
+            names,
             lambda role, name, order: self._send(role, name, encode_message(order)),
             settings.verify_timeout_s,
         )
+        self._kept = KeptOrder(control, record_id)
         self._deadline: tuple[float, int] | None = None
         self.failure = ""
         self.lost = False
@@ -173,7 +176,8 @@ class CoordinatorHost:
             self._record = LeaderRecord(
                 control, self._role, held, lambda effects: self._post(lambda: effects), self._stop
             )
-            register_meeting(control, record_id, leave_sign(delivery, record_id, leader))
+            if not self._succeeded:
+                register_meeting(control, record_id, leave_sign(delivery, record_id, leader))
             register_leader(control, record_id, self._hub.address)
             half_done.pop_all()
         self._thread = threading.Thread(target=self._loop, name="dcr-coordinator", daemon=True)
@@ -264,13 +268,13 @@ class CoordinatorHost:
         if operator.role != "operator":
             raise RefusedError(f"{operator} gave an order about the transition, which is an operator's to give")
         self._status = fleet_status(self._role)
-        answer, effects = intervened(self._role, order, self._status)
+        answer, effects = intervened(self._role, order, self._status, self._kept)
         self._send("operator", operator.name, encode_message(answer))
         return effects
 
     def _why_not(self, peer: Peer) -> str:
         """Why a peer is not let in: an owner of another trainer, which may have started a moment ago."""
-        return self._roster.why_stranger(peer.name, peer.incarnation) if peer.role == "owner" else ""
+        return why_stranger(self._owners, peer.name, peer.incarnation) if peer.role == "owner" else ""
 
     def _loop(self) -> None:
         next_look = next_status = 0.0
@@ -376,13 +380,21 @@ class CoordinatorHost:
         if effects:
             return effects
         try:
-            if self._succeeded and roster(self._control, self._record_id) != self._roster:
-                raise LeaderError("the trainer that it leads was started again, or is replaced", lost=True)
+            if self._succeeded:
+                self._look_at_roster()
             if leader_address(self._control, self._record_id) != self.address:
                 register_leader(self._control, self._record_id, self.address)
+            return self._kept.due(self._role)
         except DcrError as e:
             _log.warning("coordinator %s could not look at the registry: %s", self._leader, e)
         return []
+
+    def _look_at_roster(self) -> None:
+        asked = roster(self._control, self._record_id)
+        if asked is None or asked.owners != self._owners:
+            raise LeaderError("the trainer that it leads was started again, or is replaced", lost=True)
+        if asked.closed:
+            raise LeaderError("the trainer that it leads was closed", lost=True)
 
     def _lease_lost(self, error: LeadershipLostError) -> None:
         def act() -> Sequence[effects_.Effect]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.leader import Phase
+from dcr.protocol.record import OpenTransition
 from dcr.protocol.session import Session
 from dcr.runtime.refit_status import Told
 
@@ -94,6 +95,10 @@ def _done(s: Session) -> dict[str, tuple[int, int]]:
     return done
 
 
+def _open(role: Coordinator) -> OpenTransition | None:
+    return None if role.record is None else role.record.open
+
+
 def _waits_for(role: Coordinator, s: Session | None) -> str:
     if s is not None:
         return "" if s.complete else f"{s.late[1]} yet"
@@ -104,13 +109,19 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
             return "writes the record"
         case Phase.FOLDING:
             return "owners fold the committed version into their baselines"
-        case Phase.IDLE if role.held:
+        case Phase.IDLE if role.seats.missing and _open(role):
+            return f"no connection to {', '.join(role.seats.missing)} yet"
+        case Phase.IDLE if role.held and not role.resumed:
             return "the transition has stopped, and waits for the operator: dcr transition --help"
         case Phase.IDLE if role.pausing:
             return f"a push pauses before its next attempt, for {role.pausing}"
+        case Phase.IDLE if role.seats.ready and role.awaited:
+            return f"a push waits; engines not connected again since the last leader: {', '.join(sorted(role.awaited))}"
         case Phase.IDLE if role.seats.ready:
             return f"a push waits; engines: {role.fleet.describe()}"
         case Phase.IDLE if role.seats.late:
             return f"{', '.join(role.seats.late)} did not call push() yet; every rank has to"
+        case Phase.IDLE if (tr := _open(role)) is not None and not tr.stopped:
+            return "no rank has offered the candidate of the open transition again"
         case _:
             return ""

@@ -5,6 +5,8 @@ import logging
 from dcr.control_plane.interface import ControlPlane
 from dcr.protocol.errors import DcrError
 from dcr.protocol.record import OwnerRef
+from dcr.runtime.frame import ChannelTimeoutError
+from dcr.runtime.leader_wait import LeaderWait, why_unled
 from dcr.runtime.roster import roster
 from dcr.runtime.spoke import Spoke
 
@@ -27,6 +29,26 @@ class Following:
         self._owner = owner
         self._spoke = spoke
         self._warned = ""
+        self._wait = LeaderWait(_log, control, record_id)
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """As ``Spoke.wait_connected``, whose error also tells who does not lead, and why."""
+        try:
+            self._spoke.wait_connected(timeout_s)
+        except ChannelTimeoutError as e:
+            raise ChannelTimeoutError(f"{e}; {why_unled(self._control, self._record_id)}") from e
+
+    def tell(self, waits: str, at_most_s: float) -> None:
+        """Tell the log of a wait for a leader, if there is one.
+
+        Args:
+            waits: what waits for it; empty if nothing does.
+            at_most_s: how long it waits in all.
+        """
+        if waits and not self._spoke.connected:
+            self._wait.look(f"{self._owner.owner}, {waits},", f"at most {at_most_s:g} s in all")
+        else:
+            self._wait.over(self._owner.owner)
 
     def look(self) -> str:
         """Leave a leader that is not it any more; or, without one, say why none will come, empty while one may."""
@@ -41,7 +63,8 @@ class Following:
                 _log.warning("%s could not look for the leader, and tries again: %s", self._owner.owner, e)
             return ""
         if found is not None and self._owner in found.owners:
-            return ""
+            closed = "this trainer's refit was closed on its first rank: nothing can be pushed through it any more"
+            return closed if found.closed else ""
         other = "with a coordinator of its own" if found is None else "which asks for a coordinator too"
         return (
             f"another trainer, {other}, was started on record {self._record_id!r} after this one and takes its place; "

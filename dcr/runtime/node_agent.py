@@ -27,6 +27,7 @@ from dcr.runtime.contents import ReadbackError, ReadbackReport
 from dcr.runtime.event_log import EventLog
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.gate_keeper import GateKeeper
+from dcr.runtime.leader_wait import LeaderWait
 from dcr.runtime.meeting import Meeting
 from dcr.runtime.node_events import Arrived, Asked, Connected, Looked, Tables
 from dcr.runtime.node_reports import NodeReports
@@ -119,6 +120,7 @@ class NodeAgent:
         self._observe = self._event_log.before(observe)
         self._fetch: Fetch | None = None
         self._warned = ""
+        self._unled = LeaderWait(_log, control, record_id)
         self._loaded = threading.Event()  # what storage holds when the engine joins is there
         self._catch_up = CatchUp(
             Member(name, self.attached.incarnation), record_id, control, inbox, self._ranks, self._storage, settings,
@@ -416,6 +418,12 @@ class NodeAgent:
             self._spoke.follow()
         except ControlPlaneUnavailableError as e:
             self._warn(f"engine {self._name} could not look up the leader: {e}")
+            return
+        if self._spoke.connected:
+            self._unled.over(f"engine {self._name}")
+        else:
+            serves = "nothing" if self.serving is None else f"version {self.serving}"
+            self._unled.look(f"engine {self._name}, which serves {serves},", "and waits on until one comes")
 
     def _warn(self, text: str) -> None:
         """Log once what goes on being true."""

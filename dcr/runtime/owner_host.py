@@ -124,6 +124,7 @@ class OwnerHost:
         self._begun = ""  # token of the candidate of which something may have been delivered last
         self._push = 0
         self._dense = False
+        self._starting = True
         self._waiting = False
         self._refusal: str | None = None  # why what is pushed may not become a version; None: not known yet
         self._outcome: Outcome | None = None
@@ -153,7 +154,10 @@ class OwnerHost:
 
     def wait_connected(self) -> None:
         """Wait until the coordinator has this owner's connection; ChannelTimeoutError after ``connect_timeout_s``."""
-        self._spoke.wait_connected(self._settings.connect_timeout_s)
+        try:
+            (self._following or self._spoke).wait_connected(self._settings.connect_timeout_s)
+        finally:
+            self._starting = False
 
     @property
     def status(self) -> RefitStatus | None:
@@ -169,8 +173,9 @@ class OwnerHost:
 
     @property
     def unled(self) -> str:
-        """Why a push that waits has no coordinator to wait for; empty if it has one, or none waits."""
-        return self._spoke.trouble if self._waiting and not self._spoke.connected else ""
+        """Why a push that waits has lost its own trainer's coordinator; ``Following`` tells of one elsewhere."""
+        alone = self._following is None and self._waiting and not self._spoke.connected
+        return self._spoke.trouble if alone else ""
 
     def push(self, *, dense: bool = False) -> Outcome:
         """Offer the weights as a candidate and wait for the outcome; they must not change until this returns.
@@ -312,6 +317,9 @@ class OwnerHost:
     def _follow(self, following: Following) -> None:
         """Another leader may have come; or another trainer, and then no leader tells how the push ends."""
         problem = following.look()
+        bounds, pushing = self._settings, "whose push waits" if self._waiting else ""
+        waits = "which starts" if self._starting else pushing
+        following.tell(waits, bounds.connect_timeout_s if self._starting else bounds.push_timeout_s)
         if problem and self._waiting:
             with self._changed:
                 self._outcome = Outcome(self._record_id, 0, -1, "", problem, {})

@@ -11,6 +11,7 @@ from dcr.control_plane.lease import Lease, LeaseHeldError
 from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.runtime.coordinator_host import CoordinatorHost
+from dcr.runtime.eligibility import Eligibility
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.roster import Roster, roster
 from dcr.runtime.settings import Settings
@@ -32,9 +33,11 @@ class Standby:
              '---------------------------------------------------'
                                                                  '-- it fails by itself: give the lease back and end
 
-    It never takes a lease that somebody holds: the lease runs out, or is given back.  To lose one is what standbys are
-    for, so it waits again; what the record or the protocol does not allow would not be otherwise the next time, so
-    that ends it by name.  Each wait is told once, in the log ``dcr.coordinator``, and lasts until ``stop``.
+    It never takes a lease that somebody holds: the lease runs out, or is given back.  It leads no trainer whose
+    settings, delivery or secret are others than its own (``Eligibility``): that one may be started again, or another
+    coordinator lead it.  To lose the lease is what standbys are for, so it waits again; what the record or the protocol
+    does not allow would not be otherwise the next time, so that ends it by name.  Each wait is told in the log
+    ``dcr.coordinator``, and lasts until ``stop``.
 
     Args:
         record_id: the record to lead.
@@ -67,6 +70,9 @@ class Standby:
         self._settings = settings
         self._observe = observe
         self._events = events
+        self._eligibility = Eligibility(
+            record_id, name, control=control, delivery=delivery, secret=secret, settings=settings
+        )
         self._stop = threading.Event()
         self._told = ""
         self.terms = 0
@@ -83,21 +89,28 @@ class Standby:
             CoordinatorFailedError: it led, and failed by itself; the lease was given back.
             RefusedError: the control plane keeps no leases, or the setting ``channel`` is no good here.
         """
-        while not self._stop.is_set():
-            turn = self._turn()
-            if turn is not None:
-                self._lead(*turn)
-            self._stop.wait(self._settings.record_poll_s)
+        try:
+            while not self._stop.is_set():
+                turn = self._turn()
+                if turn is not None:
+                    self._lead(*turn)
+                self._stop.wait(self._settings.record_poll_s)
+        finally:
+            self._eligibility.withdraw()
 
     def _turn(self) -> tuple[Roster, Lease] | None:
         """The ranks to lead and the lease to lead them by; None if somebody else does, or nobody asks for it."""
         try:
             asked = roster(self._control, self._record_id)
-            if asked is None:
+            if asked is None or asked.closed:
+                before = "" if asked is None else ": the one that it stood by for was closed"
                 self._tell(
                     f"waits for a trainer of record {self._record_id!r} that asks for a coordinator "
-                    f"(setting coordinator = elsewhere)"
+                    f"(setting coordinator = elsewhere){before}"
                 )
+                return None
+            if problem := self._eligibility.problem(asked):
+                self._tell(f"does not lead record {self._record_id!r}: {problem}", logging.WARNING)
                 return None
             current = self._control.leader(self._record_id)
             if current is not None:
@@ -149,8 +162,8 @@ class Standby:
             self._tell(f"could not begin to lead record {self._record_id!r}: {e}")
             return None
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, level: int = logging.INFO) -> None:
         """Say what it does, once: it looks again and again."""
         if what != self._told:
             self._told = what
-            _log.info("coordinator %s %s", self._name, what)
+            _log.log(level, "coordinator %s %s", self._name, what)

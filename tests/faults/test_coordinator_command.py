@@ -113,7 +113,7 @@ def test_a_leader_that_is_told_to_end_gives_the_lease_back_and_a_trainer_may_sta
         fleet.push()
         fleet.check(e)
         other = next(c for c in fleet.commands if c is not leader)
-        other.wait_said("leads no more: the trainer that it leads was started again")
+        other.wait_said("leads no more: the trainer that it leads was")
         assert other.end(signal.SIGINT)[1]["terms"] == 2
         assert fleet.refit._control.leader("default") is None
     finally:

@@ -1,12 +1,15 @@
 """A transition that stopped waits for the operator, who ends the wait by `dcr transition`, wherever the leader is."""
 
 import json
+import signal
 import threading
+import time
 
 import pytest
 
 from dcr import PushError
 from dcr.cli.main import main
+from tests.faults.coordinator_process import Point
 from tests.faults.thread_fleet import Fleet, flip, forge
 
 WAITS = {"attempts_max": 1, "stopped_push": "wait"}
@@ -157,6 +160,62 @@ def test_a_leader_that_takes_over_goes_on_waiting(fleet_with, capsys):
     push.end()
     assert push.report.kind == "absolute"
     fleet.check(e)
+
+
+@pytest.mark.parametrize(
+    ("order", "kind"), [("resume", "absolute"), pytest.param("dense", "dense", marks=pytest.mark.long)]
+)
+def test_an_order_outlives_the_leader_that_dies_before_it_has_opened_an_attempt(fleet_with, capsys, order, kind):
+    """It was killed when it was about to write; the operator says it once, answered or not."""
+    fleet = fleet_with(WAITS, point=Point("before", "OpenAttempt", 2))
+    e, push = stopped(fleet)
+    fleet.standby("another")
+    capsys.readouterr()
+    assert main(["transition", order, "--control", fleet.addresses["control"], "--timeout-s", "10"]) in (0, 3)
+    assert fleet.coordinators[0].wait_ended() == -signal.SIGKILL
+    push.end()
+    assert push.report.kind == kind
+    fleet.check(e)
+    assert fleet.record().leader.startswith("another-")
+    fleet.coordinators[1].wait_said(f"goes on: an operator ordered {order} of the last leader")
+    # It is obeyed once: what stops later waits for the operator anew.
+    fleet.step()
+    fleet.once("OpenApply", lambda step: forge(fleet.objects(step.epoch)[-1], flip))
+    again = Push(fleet)
+    fleet.wait(lambda: (tr := fleet.record().open) is not None and tr.stopped)
+    assert fleet.refit._control.lookup("default", "operator", "goes-on") is not None  # of the stop before
+    stays(fleet)
+    assert again.waits
+    assert Operator(fleet, capsys)("abandon")[0] == 0
+    again.end()
+
+
+def stays(fleet):
+    """Nothing is opened in what would be time for it."""
+    epoch = fleet.record().epoch
+    time.sleep(5 * fleet.addresses["settings"]["record_poll_s"])
+    assert fleet.record().epoch == epoch
+
+
+@pytest.mark.long
+def test_an_order_that_comes_to_nothing_is_not_kept(fleet_with, capsys):
+    """No engine comes within members_timeout_s; the next leader does not try it again."""
+    fleet = fleet_with({**WAITS, "members_timeout_s": 1.0})
+    e, push = stopped(fleet)
+    e.close()
+    fleet.engines.clear()
+    kept = lambda: fleet.refit._control.lookup("default", "operator", "goes-on")  # noqa: E731
+    assert Operator(fleet, capsys)("resume")[0] == 0
+    assert kept() is not None
+    fleet.wait(lambda: kept() is None)
+    fleet.standby("another")
+    fleet.coordinators[0].close()
+    fleet.wait(lambda: fleet.record().leader.startswith("another"))
+    fleet.wait(lambda: Operator(fleet, capsys)("show")[1]["waiting"] == ["rank-0"])
+    stays(fleet)
+    assert push.waits
+    assert Operator(fleet, capsys)("abandon")[0] == 0
+    push.end()
 
 
 def test_nobody_leads(tmp_path, capsys):

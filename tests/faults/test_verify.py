@@ -104,7 +104,7 @@ def test_a_table_that_was_changed_in_the_store_is_refused(run, capsys):
     table.chmod(0o600)
     table.write_bytes(encode_table({**held, name: held[name] + ContentDigest(1)}))
     status, _, report = ask(fleet, capsys)
-    assert (status, report["engines"]) == (1, []), "no engine is blamed for a bad table"
+    assert (status, report["engines"]) == (3, []), "no engine is blamed for a bad table"
     assert "rank-0 could not deliver its content digests" in report["error"]
 
 
@@ -119,7 +119,7 @@ def test_a_table_that_changes_after_its_owner_delivered_it_blames_no_engine(run,
 
     delivery.put = put_and_change
     status, _, report = ask(fleet, capsys)
-    assert status == 1
+    assert status == 3
     assert len(report["engines"]) == 2
     for engine in report["engines"]:
         assert "its bytes are not those that its owner delivered" in engine["reason"]
@@ -138,7 +138,7 @@ def test_a_store_that_fails_in_a_way_that_nobody_foresaw_ends_no_thread(run, cap
         whole = getattr(delivery, call)
         setattr(delivery, call, broken)
         status, said, report = ask(fleet, capsys)
-        assert status == 1
+        assert status == 3
         assert "RuntimeError: out of order" in said + json.dumps(report)
         setattr(delivery, call, whole)
     assert ask(fleet, capsys)[0] == 0
@@ -161,7 +161,7 @@ def test_while_a_transition_is_under_way_nothing_is_compared(run, capsys):
     pushing.join(WAIT_S)
     node.wait_serving(2, WAIT_S)
     status, _, report = said[0]
-    assert status == 1
+    assert status == 3
     assert "a transition to version 2 is under way; ask again" in report["error"]
     assert ask(fleet, capsys)[0] == 0
 
@@ -171,9 +171,22 @@ def test_an_engine_that_is_not_reached_is_named(run, capsys):
     node.close()
     fleet.wait(lambda: not [p for p in fleet.refit._coordinator._hub.peers() if p.role == "node"])
     status, said, report = ask(fleet, capsys)
-    assert status == 1
+    assert status == 3
     assert {e["reason"] for e in report["engines"]} == {"not connected"}
     assert "UNKNOWN  one: not connected" in said
+
+
+def test_a_difference_is_proven_whatever_is_not_known_of_others(run, capsys):
+    """Status 1, and not 3: an engine that differs differs, though another does not answer."""
+    fleet, sharded, one, _ = run(verify_timeout_s=1.0)
+    go = threading.Event()
+    sharded.hurt = lambda _: go.wait(WAIT_S)
+    dict(one.model.named_parameters())["embed"].data.view(torch.int16)[3, 4] ^= 1
+    status, said, report = ask(fleet, capsys)
+    go.set()
+    sharded.hurt = lambda _: None
+    assert (status, report["ok"], report["error"]) == (1, False, "no answer within 1.0 s of: engine sharded")
+    assert "DIFFERS  one" in said
 
 
 def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
@@ -183,7 +196,7 @@ def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
     status, _, report = ask(fleet, capsys)
     go.set()
     sharded.hurt = lambda _: None
-    assert status == 1
+    assert status == 3
     assert report["error"] == "no answer within 1.0 s of: engine sharded"
     assert [e["engine"] for e in report["engines"]] == ["one"]
 
@@ -202,7 +215,7 @@ def test_who_cannot_be_asked_is_said_and_nothing_is_made(run, capsys, tmp_path, 
     control, record, why = asked
     run()
     before = sorted(p.name for p in tmp_path.iterdir())
-    arguments = ["--control", control.format(tmp_path), "--record", record, "--connect-s", "1", "--json"]
+    arguments = ["--control", control.format(tmp_path), "--record-id", record, "--connect-s", "1", "--json"]
     assert main(["verify", *arguments]) == 3
     assert why in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == before
@@ -230,7 +243,7 @@ def test_two_at_a_time_do_not_mix(run, capsys):
     asking.start()
     assert there.wait(WAIT_S)
     status, _, report = ask(fleet, capsys)
-    assert (status, report["error"]) == (1, "another verification is under way; ask again when it is over")
+    assert (status, report["error"]) == (3, "another verification is under way; ask again when it is over")
     go.set()
     sharded.hurt = lambda _: None
     asking.join(WAIT_S)

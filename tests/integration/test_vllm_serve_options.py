@@ -39,11 +39,12 @@ def parse(tmp_path):
 
 
 def test_what_is_right_is_taken_and_the_rest_follows(parse, tmp_path):
-    args = parse("--dcr-settings", '{"drain_timeout_s": 5}', "--dcr-record", "run 7")
+    args = parse("--dcr-settings", '{"drain_timeout_s": 5}', "--dcr-record-id", "run 7")
     assert args.host == "127.0.0.1"
     assert args.worker_extension_cls == "dcr.rollout.vllm.cpu_extension.DcrCpuWorkerExtension"  # of this platform
     assert args.dcr_settings == Settings(drain_timeout_s=5)
-    assert args.dcr_record == "run 7"
+    assert args.dcr_record_id == "run 7"
+    assert parse("--dcr-record", "run 8").dcr_record_id == "run 8"  # the option's older name
     assert (tmp_path / "run" / "record.db.secret").stat().st_mode & 0o777 == 0o600
     assert parse("--worker-extension-cls", "mine.Extension").worker_extension_cls == "mine.Extension"
 
@@ -60,7 +61,7 @@ def test_what_is_right_is_taken_and_the_rest_follows(parse, tmp_path):
         ("", ["--dcr-settings", "[1]"], "--dcr-settings: settings must be"),
         ("", ["--dcr-name", "a\nb"], "--dcr-name: a peer's name must be 1 to"),
         ("", ["--dcr-name", "n" * 500], "--dcr-name: a peer's name must be 1 to"),
-        ("", ["--dcr-record", "\x00"], "--dcr-record: record id must be 1 to"),
+        ("", ["--dcr-record-id", "\x00"], "--dcr-record-id: record id must be 1 to"),
         ("", ["--dcr-gate-wait-s", "nan"], "--dcr-gate-wait-s: nan must be greater than 0"),
         ("", ["--dcr-gate-wait-s", "0"], "--dcr-gate-wait-s: 0.0 must be greater than 0"),
         ("", ["--dcr-held-requests-max", "-1"], "--dcr-held-requests-max: -1 must be 0 or more"),

@@ -54,8 +54,8 @@ def parse(arguments: Sequence[str] | None, description: str) -> Namespace:
     group = parser.add_argument_group(
         "dcr", "How the engine follows the commit record; --dcr-name, --dcr-control and --dcr-delivery must be given."
     )
-    for option, explained in _OPTIONS.items():
-        group.add_argument(option, **explained)
+    for names, explained in _OPTIONS.items():
+        group.add_argument(*names.split(", "), **explained)
     args: Namespace = parser.parse_args(arguments)
     if args.model_tag is not None:
         args.model = args.model_tag
@@ -86,7 +86,10 @@ _OPTIONS: dict[str, dict[str, object]] = {
         "help": "where payloads are, the same for the trainer: file:///tmp/run/payloads is the folder "
         "/tmp/run/payloads; must be given",
     },
-    "--dcr-record": {"default": "default", "help": "the commit record to obey: the trainer's record_id"},
+    "--dcr-record-id, --dcr-record": {
+        "default": "default",
+        "help": "the commit record to obey: the trainer's record_id; --dcr-record is the older name of this option",
+    },
     "--dcr-on-close": {
         "default": "wait",
         "choices": get_args(OnClose),
@@ -134,7 +137,7 @@ def _refuse_other_doors(args: Namespace) -> None:
 def _check(args: Namespace) -> None:
     """Everything that only dcr knows of: what a node would find out after the model is loaded."""
     _named("--dcr-name", lambda: Peer("node", args.dcr_name, 0))
-    _named("--dcr-record", lambda: check_text("record id", args.dcr_record))
+    _named("--dcr-record-id", lambda: check_text("record id", args.dcr_record_id))
     _named("--dcr-settings", lambda: _settings(args))
     wait_s, held = args.dcr_gate_wait_s, args.dcr_held_requests_max
     if not (math.isfinite(wait_s) and 0 < wait_s <= LARGEST):
@@ -145,7 +148,7 @@ def _check(args: Namespace) -> None:
     with closing(_named("--dcr-control", lambda: open_control_plane(args.dcr_control))) as control:
         _named("--dcr-control", lambda: run_secret(args.dcr_control))
         # As an owner's: a relay's node would be entered where owners look for it.
-        directory = RelayDirectory(control, args.dcr_record)
+        directory = RelayDirectory(control, args.dcr_record_id)
         _named("--dcr-delivery", lambda: open_delivery(args.dcr_delivery, directory).close())
 
 

@@ -72,7 +72,7 @@ async def _serve(args: Namespace) -> None:
                 engine,
                 control=args.dcr_control,
                 delivery=args.dcr_delivery,
-                record_id=args.dcr_record,
+                record_id=args.dcr_record_id,
                 settings=args.dcr_settings,
             )
             try:

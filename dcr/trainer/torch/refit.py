@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dcr.control_plane.address import open_control_plane
 from dcr.data_plane.change_counts import ChangeCount
 from dcr.delivery.address import open_delivery
+from dcr.delivery.meeting import leave_sign
 from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.errors import DcrError
 from dcr.protocol.messages import Intervention
@@ -26,12 +27,13 @@ from dcr.runtime.operator import intervene
 from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
 from dcr.runtime.progress_log import ProgressLog, Steps
 from dcr.runtime.refit_status import RefitStatus, Told
-from dcr.runtime.registry import RelayDirectory
-from dcr.runtime.roster import register_roster, withdraw_roster
+from dcr.runtime.registry import RelayDirectory, register_meeting
+from dcr.runtime.roster import Roster, close_roster, register_roster, withdraw_roster
 from dcr.runtime.secret import record_secret
 from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
+from dcr.runtime.terms import terms
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.refit_report import RefitReport, report_of
 from dcr.trainer.torch.source import TorchSource
@@ -111,7 +113,7 @@ class Refit:
                 if not self._first:
                     return None
                 if settings.coordinator == "elsewhere":
-                    register_roster(self._control, record_id, owners)
+                    opened.callback(self._close_roster, self._ask_for_coordinator(owners))
                     return None
                 withdraw_roster(self._control, record_id)
                 return CoordinatorHost(
@@ -150,6 +152,19 @@ class Refit:
             step(f"connects to the coordinator {'that leads' if address is None else 'in the first rank'}")
             ranks.together(self._host.wait_connected)
             self._opened = opened.pop_all()
+
+    def _ask_for_coordinator(self, owners: Sequence[OwnerRef]) -> Roster:
+        """Say where this trainer delivers, what a coordinator must have in common with it, and whom to lead."""
+        name = f"trainer-{time.time_ns():x}-{secrets.token_hex(4)}"
+        register_meeting(self._control, self._record_id, leave_sign(self._delivery, self._record_id, name))
+        asks = terms(self._settings, self._secret, self._record_id)
+        return register_roster(self._control, self._record_id, owners, asks)
+
+    def _close_roster(self, asked: Roster) -> None:
+        try:
+            close_roster(self._control, self._record_id, asked)
+        except DcrError as e:
+            _log.warning("record %r: coordinators could not be told that this trainer ends: %s", self._record_id, e)
 
     def push(self, *, dense: bool = False) -> RefitReport:
         """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.

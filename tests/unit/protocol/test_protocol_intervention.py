@@ -7,6 +7,7 @@ from dcr.protocol.identity import Kind
 from dcr.protocol.intervention import intervene
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import CandidateReady, Emit, Intervention, Outcome, OwnerJoin, Withdraw
+from dcr.protocol.record import Direction
 from tests.unit.protocol.leader import D0, D1, TORN, Leader, attempting, committed, leading, stopped, succeeding
 
 
@@ -185,6 +186,25 @@ def test_a_successor_opens_the_next_attempt_when_the_last_of_them_is_back() -> N
     assert at.reasons == ["TakeOver"]
     at.joins("b")
     assert at.reasons == ["TakeOver", "OpenAttempt"]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rollback_waits_for_the_engines_of_the_last_leader_too_but_not_for_ever(*, comes: bool) -> None:
+    """Else one that is on its way back is left out of it, and has to be restored."""
+    at = succeeding(attempting("a", "b"), rejoin_waits=True)
+    at.owner_joins()
+    at.joins("a", TORN)
+    at.do(at.c.roll_back())
+    assert at.reasons == ["TakeOver"]
+    if comes:
+        at.joins("b", TORN)
+    else:
+        at.do(at.c.expired(at.timer))
+    assert at.reasons == ["TakeOver", "OpenAttempt"]
+    assert at.record is not None
+    assert at.record.open is not None
+    assert at.record.open.direction is Direction.BACK
+    assert {m.engine for m in at.record.members} == ({"a", "b"} if comes else {"a"})
 
 
 def test_an_engine_that_was_back_and_dies_later_is_not_waited_for() -> None:

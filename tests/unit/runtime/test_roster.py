@@ -2,6 +2,7 @@
 
 from contextlib import closing
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,11 @@ from dcr.control_plane.interface import ControlPlaneSettings
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import OwnerRef
 from dcr.runtime import roster as module
-from dcr.runtime.roster import register_roster, roster, withdraw_roster
+from dcr.runtime.roster import close_roster, register_roster, roster, why_stranger, withdraw_roster
+from dcr.runtime.settings import Settings
+from dcr.runtime.terms import terms
+
+TERMS = terms(Settings(), b"s" * 32, "default")
 
 
 @pytest.fixture
@@ -27,8 +32,8 @@ def ranks(count, incarnation=1 << 60):
 @pytest.mark.parametrize("count", [1, 8, 700])
 def test_what_was_asked_for_is_read_whatever_its_size(control, count):
     assert roster(control, "default") is None
-    register_roster(control, "default", ranks(3, 5))
-    register_roster(control, "default", reversed(ranks(count)))
+    register_roster(control, "default", ranks(3, 5), TERMS)
+    register_roster(control, "default", reversed(ranks(count)), TERMS)
     found = roster(control, "default")
     assert set(found.owners) == set(ranks(count))
     assert found.names == tuple(sorted(f"rank-{n}" for n in range(count)))
@@ -52,13 +57,23 @@ def test_parts_hold_every_owner_once_and_fit(owners):
 
 
 def test_an_owner_is_known_by_its_incarnation(control):
-    register_roster(control, "default", ranks(2))
+    register_roster(control, "default", ranks(2), TERMS)
     found = roster(control, "default")
-    assert found.why_stranger("rank-1", (1 << 60) + 1) == ""
+    assert why_stranger(found.owners, "rank-1", (1 << 60) + 1) == ""
     for name, incarnation in [("rank-1", 7), ("rank-2", (1 << 60) + 2)]:
-        why = found.why_stranger(name, incarnation)
+        why = why_stranger(found.owners, name, incarnation)
         assert why.startswith("this coordinator leads another trainer")
         assert len(why) <= 200  # what the channel passes on
+
+
+def test_a_trainer_that_was_closed_has_its_roster_marked_and_one_that_came_since_has_not(control):
+    first = register_roster(control, "default", ranks(2), TERMS)
+    assert not roster(control, "default").closed
+    close_roster(control, "default", first)
+    assert roster(control, "default") == msgspec.structs.replace(first, closed=True)
+    second = register_roster(control, "default", ranks(2, 9), TERMS)
+    close_roster(control, "default", first)  # it was slow
+    assert roster(control, "default") == second
 
 
 def test_two_trainers_in_one_moment_are_told(control, monkeypatch):
@@ -66,12 +81,12 @@ def test_two_trainers_in_one_moment_are_told(control, monkeypatch):
         entered(*args)
         if args[1:3] == ("trainer", "current"):
             monkeypatch.setattr(control, "register", entered)
-            register_roster(control, "default", ranks(1, 9))
+            register_roster(control, "default", ranks(1, 9), TERMS)
 
     entered = control.register
     monkeypatch.setattr(control, "register", and_another)
     with pytest.raises(RefusedError, match="another trainer has asked for a coordinator of record 'default' in this"):
-        register_roster(control, "default", ranks(2))
+        register_roster(control, "default", ranks(2), TERMS)
     assert roster(control, "default").owners == tuple(ranks(1, 9))
 
 
