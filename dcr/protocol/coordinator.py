@@ -125,7 +125,7 @@ class Coordinator(Announcer):
 
     def resume(self) -> list[Effect]:
         """Go on with a stopped transition whose push waits for that, with ``attempts_max`` more attempts (D14)."""
-        self.resumed, self._backoff = True, Backoff()
+        self.resumed = True
         return self._proceed()
 
     @property
@@ -158,7 +158,8 @@ class Coordinator(Announcer):
             named = {m.engine for m in self._k.members if self.rejoin_waits}
             self.awaited = frozenset(named - {name for name, e in self.fleet.engines.items() if e.connected})
         if reason == "Stop":
-            self.resumed, self._budget_from = False, None  # whoever goes on with it has attempts_max more
+            # Whoever goes on with it, or pushes next, has attempts_max more, and the first one at once.
+            self.resumed, self._budget_from, self._backoff = False, None, Backoff()
             effects += [] if self.held else self._push_over(why_stopped(self._failures))
         elif reason == "Commit" and self._s.back:
             how = "every member serves that version again"

@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Effect, Fatal, ReadRecord, SendMember, SendOwner, StartTimer, WriteRecord
+from dcr.protocol.errors import RefusedError
+from dcr.protocol.intervention import intervene
 from dcr.protocol.leader import Phase
+from dcr.protocol.messages import Intervention, Join
 from dcr.protocol.record import CommitRecord
 from dcr.simulator.cells import RECORD_ID
 from dcr.simulator.clock import Timers
 from dcr.simulator.invariants import holds
 from dcr.simulator.network import Connected, Link, Lost, late
 from dcr.simulator.store import Write
+from dcr.simulator.waits import REJOIN, Waits
 from dcr.simulator.whim import Whim
 
 if TYPE_CHECKING:
@@ -63,7 +67,10 @@ class SimulatedCoordinator:
                 attempts_max=s.attempts_max,
                 restores_max=s.restores_max,
                 gate_mode=s.gate_mode,
+                stop_waits=s.stop_waits,
+                rejoin_waits=s.rejoin_waits,
             )
+        self.waits = None if self.policy is None else Waits(self.policy, rejoins=s.rejoin_waits)
         self.inbox: dict[str, deque[Any]] = {}  # of each party by its name: reports, and the loss of connections
         self.peers: dict[str, Link] = {}
         self.reads: list[Read | None] = []
@@ -92,9 +99,15 @@ class SimulatedCoordinator:
                 case ReadRecord():
                     self.reads.append(None)
                 case WriteRecord():
+                    if self.waits is not None:
+                        self.waits.writes(e)
                     self.world.store.writes.append(Write(self.id, e))
                 case StartTimer():
                     self.timers.start(e.number)
+                    if e.name == REJOIN:
+                        self.world.actions.add("engines that K names are waited for")
+                    if self.waits is not None:
+                        self.waits.timer = e
                 case Fatal():
                     self.fatal = e.reason
                     self._check_fatal()
@@ -136,6 +149,8 @@ class SimulatedCoordinator:
             call = self.role.member_lost if member else self.role.owner_lost
             self.run(call(name, report.incarnation))
         elif member:
+            if self.waits is not None and isinstance(report, Join):
+                self.waits.heard.add(name)
             self.run(self.role.member_report(report))
         else:
             self.run(self.role.owner_report(report))
@@ -204,7 +219,22 @@ class SimulatedCoordinator:
         number = self.timers.run_out(which)
         if number is None or self.fatal or self.policy is None:
             return False
+        if self.waits is not None:
+            self.waits.ran_out(number)
         self.run(self.policy.expired(number))
+        return True
+
+    def go_on(self, what: Intervention) -> bool:
+        """An operator has a stopped transition go on whose push waits; False if that makes no sense now."""
+        if self.policy is None or self.waits is None or self.fatal or not self.policy.held:
+            return False
+        try:
+            effects = intervene(self.policy, what)
+        except RefusedError:
+            return False
+        self.waits.word = True
+        self.world.actions.add("a stopped transition that went on")
+        self.run(effects)
         return True
 
     def lead(self, n: int) -> bool:

@@ -20,7 +20,7 @@ SPECIAL_CASES = (
     *("OpenAttempt absolute back", "a rollback that was committed", "an attempt of another leader's transition"),
     *("a fold that another leader ordered", "a late write that took effect", "a late write that was refused"),
     *("RestoreFailed", "RefuseMember", "Evict", "Wait", "FailAttempt", "DeliverManifest", "Prepare", "CreateRecord"),
-    "MemberServes",
+    *("MemberServes", "a stopped transition that went on", "engines that K names are waited for"),
 )
 """Ways in which actions were taken, and steps of the code that the specification has not."""
 

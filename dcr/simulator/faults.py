@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from dcr.protocol.messages import Intervention
 from dcr.simulator.act import Table, move
 from dcr.simulator.cells import Payload, other_payload
 from dcr.simulator.network import Connected, Lost, message_name
@@ -31,6 +32,12 @@ def _late(world: "Deployment", who: str, _: int) -> bool:
         world.notes.append(message_name(p.late[0]))
     p.take(p.late.popleft())
     return True
+
+
+@move(FAULTS, "stray", "{who}, which began without a baseline, takes an order that its predecessor was sent")
+def _stray(world: "Deployment", who: str, n: int) -> bool:
+    o = world.owner(who)
+    return o is not None and not o.stalled and not o.cut and o.stray(n)
 
 
 @move(FAULTS, "twice", "{who}: a message comes twice")
@@ -263,12 +270,18 @@ def _roll_back(world: "Deployment", _: str, __: int) -> bool:
     return True
 
 
+@move(FAULTS, "resume", "the operator has the stopped transition go on")
+def _resume(world: "Deployment", _: str, __: int) -> bool:
+    return not world.leader.stalled and world.leader.go_on(Intervention.RESUME)
+
+
 @move(FAULTS, "dense", "the operator orders dense attempts")
 def _dense(world: "Deployment", _: str, __: int) -> bool:
     policy = world.leader.policy
     if world.leader.stalled or world.leader.fatal or policy is None:
         return False
-    policy.dense_next()
+    if not world.leader.go_on(Intervention.DENSE):
+        policy.dense_next()
     return True
 
 

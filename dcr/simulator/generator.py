@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _FAULTS: dict[str, tuple[float, str]] = {
     "break": (14, "party"),
     "late": (8, "party"),
+    "stray": (4, "owner"),
     "twice": (6, "party"),
     "replay": (14, "engine"),
     "stranger": (5, "engine"),
@@ -34,6 +35,7 @@ _FAULTS: dict[str, tuple[float, str]] = {
     "lead": (12, "coordinator"),
     "abandon": (2, ""),
     "roll_back": (4, ""),
+    "resume": (3, ""),
     "dense": (2, ""),
     "step": (12, "owner"),
     "give_up": (2, "owner"),
@@ -74,6 +76,8 @@ def draw_setup(r: random.Random) -> Setup:
         operations=r.choice((("add", "xor"), ("xor",))),
         policy=r.choice(("any", *["coordinator"] * 4)),
         cold=r.choice((True, *[False] * 9)),
+        stop_waits=r.choice((True, False)),
+        rejoin_waits=r.choice((True, False)),
     )
 
 
@@ -162,6 +166,9 @@ class Generator:
                 return
         apart = [p.id for p in w.parties() if p.link is None or not p.link.open]
         if apart and self._chance(0.6) and self._do("connect", self._pick(apart), 0):
+            return
+        if w.leader.policy is not None and w.leader.policy.held and self._chance(0.5):
+            self._do(self._pick(["resume", "resume", "dense", "abandon", "roll_back"]), "", 0)
             return
         if self._chance(0.5) and self._do("push", "", self._r.randrange(_NUMBERS)):
             return

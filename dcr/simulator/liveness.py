@@ -38,6 +38,7 @@ class _Calm:
         self.world = world
         self.tell = tell
         self._replaced: set[str] = set()
+        self._went_on: set[str] = set()  # candidates, with an operator's word
 
     def converge(self) -> None:
         w = self.world
@@ -84,6 +85,20 @@ class _Calm:
             apply(self.world, ("abandon", "", 0))
             self.rest()
 
+    def _answer(self) -> None:
+        """A push waits in a stopped transition for the operator, who has it go on; who stops again is given up."""
+        w = self.world
+        assert w.store.record is not None
+        assert w.store.record.open is not None
+        candidate = w.store.record.open.candidate
+        how = ("resume", "dense")[w.setup.salt % 2]
+        if candidate not in self._went_on and apply(w, (how, "", 0)):
+            self.tell("the operator has the stopped transition go on")
+            self._went_on.add(candidate)
+            self.rest()
+        else:
+            self._abandon()
+
     def _restorable(self) -> bool:
         """The owners hold the committed version: from there every engine can be restored."""
         k = self.world.store.record
@@ -107,6 +122,10 @@ class _Calm:
             self.rest()
             if done():
                 return
+            if w.leader.policy is not None and w.leader.policy.held:
+                self._answer()
+                if done():
+                    return
             if not self._pushed() and not all(o.pushing for o in w.owners):
                 for o in w.owners:
                     if not o.pushing:

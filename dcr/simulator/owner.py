@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dcr.simulator.network import Link
     from dcr.simulator.schedule import Move
 
+_TAKEN_MAX = 8
+"""So many of the last orders may come again."""
+
 
 class SimulatedOwner:
     """Carries out the effects of ``Owner``, one small step at a time.
@@ -53,12 +56,14 @@ class SimulatedOwner:
         self.link: Link | None = None
         self.late: deque[Any] = deque()
         self.stalled = self.cut = False
+        self.taken: deque[tuple[int, Emit | Fold]] = deque(maxlen=_TAKEN_MAX)  # by which incarnation
         self.start(weights, baselined=baselined)
 
     def start(self, weights: Cells, *, baselined: bool) -> None:
         """A new incarnation, which knows these weights and nothing else: K and the leader tell it the rest."""
         self.incarnation = self.world.next_owner_incarnation(self.name)
         self.weights = weights
+        self.blank = not baselined
         self.baseline: Cells | None = dict(weights) if baselined else None
         digest = "" if self.baseline is None else content_digest(self.baseline)
         self.role = roles.Owner(self.name, self.incarnation, RECORD_ID, digest)
@@ -124,8 +129,23 @@ class SimulatedOwner:
         first = OwnerJoin(self.name, self.incarnation, CONTROL_VERSION, self.role.baseline_digest)
         return [first, *([CandidateReady(self.name, self.incarnation, self.pushes)] if self.pushing else [])]
 
+    def stray(self, which: int) -> bool:
+        """An order that an older incarnation took comes again, as it may in the specification.
+
+        Owners begin without a baseline there: one that began with one is told nothing of the kind here.  Of orders to
+        emit only dense ones come again, for the others are obeyed by the incarnation that they name.
+        """
+        before = [order for incarnation, order in self.taken if incarnation < self.incarnation]
+        before = [order for order in before if isinstance(order, Fold) or order.base.kind is Kind.DENSE]
+        if not before or not self.blank:
+            return False
+        self.take(before[-1 - which % len(before)])
+        return True
+
     def take(self, order: Any) -> None:
         """The leader's order arrives."""
+        if isinstance(order, Emit | Fold):
+            self.taken.append((self.incarnation, order))
         match order:
             case Emit():
                 self._may_refuse(self.role.emit, order)

@@ -4,51 +4,24 @@ Each is written as what an adversary does, and everything that it leaves alone h
 order.  What came of it is an ordinary schedule: it can be kept, told and replayed.
 """
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from dcr.protocol.leader import Phase
-from dcr.simulator.deployment import Deployment
-from dcr.simulator.liveness import start_up
-from dcr.simulator.schedule import MOVES_MAX, Move, Schedule, Setup
-from dcr.simulator.script import EnoughError, ScenarioError, Script
+import msgspec
 
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """A schedule by name."""
-
-    sentence: str
-    setup: Setup
-    script: Callable[[Script], None]
-    shows: tuple[str, ...]
-    """Actions that are taken by it, or it shows nothing."""
-
-    def schedule(self) -> Schedule:
-        """What happens, as data."""
-        world, moves = Deployment(self.setup), list[Move]()
-        start_up(world)
-        self.script(Script(world, moves, MOVES_MAX))
-        return Schedule(self.setup, tuple(moves))
-
-    def begin(self, world: Deployment, moves: list[Move], moves_max: int) -> None:
-        """Its first moves, for a schedule that goes on in its own way.
-
-        Args:
-            world: of its setup, where version 0 is served.
-            moves: what happens is written down here.
-            moves_max: so many moves at most.
-        """
-        with contextlib.suppress(EnoughError, ScenarioError):
-            self.script(Script(world, moves, moves_max))
-
+from dcr.simulator.scenario import Scenario, forget, stage, took, writes, writing
+from dcr.simulator.schedule import Setup
+from dcr.simulator.script import Script
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
 def _setup(*ranks: int, owners: int = 1, gate_mode: str = "sync", policy: str = "coordinator") -> Setup:
     return Setup(7, owners, ranks, 1, 3, 3, gate_mode, ("add", "xor"), policy, cold=False)
+
+
+def _waiting(*ranks: int) -> Setup:
+    """An attempt of a push is all there is before its transition stops, and waits; successors wait for engines."""
+    return msgspec.structs.replace(_setup(*ranks), attempts_max=1, stop_waits=True, rejoin_waits=True)
 
 
 def _scenario(
@@ -62,48 +35,6 @@ def _scenario(
     return register
 
 
-# ---------------------------------------------------------------- where things are
-
-
-def _writes(reason: str) -> Callable[[Deployment], bool]:
-    """A compare-and-set with this reason is on its way."""
-    return lambda w: any(x.awaited and x.order.reason == reason for x in w.store.writes)
-
-
-def _took(action: str) -> Callable[[Deployment], bool]:
-    """The last step that was taken is this one, or it was taken lately."""
-    return lambda w: any(step.action == action for step in w.trail)
-
-
-def _stage(engine: str, stage: str) -> Callable[[Deployment], bool]:
-    """The first rank of this engine is so far."""
-
-    def reached(w: Deployment) -> bool:
-        e = w.engine(engine)
-        return e is not None and e.ranks[0].receiver.stage == stage
-
-    return reached
-
-
-def _writing(engine: str, entries: int = 1) -> Callable[[Deployment], bool]:
-    """The first rank of this engine is in the middle of a payload."""
-
-    def reached(w: Deployment) -> bool:
-        e = w.engine(engine)
-        write = None if e is None else e.ranks[0].write
-        return write is not None and write[1] == entries
-
-    return reached
-
-
-def _phase(phase: Phase) -> Callable[[Deployment], bool]:
-    return lambda w: w.leader.role.phase is phase
-
-
-def _forget(s: Script) -> None:
-    s.world.trail.clear()
-
-
 # ---------------------------------------------------------------- the control plane and its leaders
 
 
@@ -114,13 +45,13 @@ def _forget(s: Script) -> None:
 )
 def _commit_after_take_over(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writes("Commit"))
+    s.until(writes("Commit"))
     s.do("unanswered", "c1", 2)
     s.do("stall", "c1")
     s.do("boot", n=1)
-    _forget(s)
+    forget(s)
     s.connect()
-    s.until(_took("TakeOver"))
+    s.until(took("TakeOver"))
     s.do("late_write")
     s.do("wake", "c1")
     s.rest()
@@ -134,11 +65,11 @@ def _commit_after_take_over(s: Script) -> None:
 )
 def _commit_before_take_over(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writes("Commit"))
+    s.until(writes("Commit"))
     s.do("unanswered", "c1", 2)
     s.do("succeed")
     s.connect()
-    s.until(_writes("TakeOver"), without=[("answer", "c2")])
+    s.until(writes("TakeOver"), without=[("answer", "c2")])
     s.do("late_write")
     s.rest()
     s.do("succeed")
@@ -152,7 +83,7 @@ def _commit_before_take_over(s: Script) -> None:
 )
 def _answered_too_late(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writes("Commit"))
+    s.until(writes("Commit"))
     s.do("answered_last", "c1")
     s.connect()
     s.rest()
@@ -166,9 +97,9 @@ def _answered_too_late(s: Script) -> None:
 )
 def _opened_twice(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writes("OpenAttempt"))
+    s.until(writes("OpenAttempt"))
     s.do("unanswered", "c1", 2)
-    s.until(_took("WriteAgain"), without=[("answer", "c1")])
+    s.until(took("WriteAgain"), without=[("answer", "c1")])
     s.do("late_write")
     s.rest()
 
@@ -181,7 +112,7 @@ def _opened_twice(s: Script) -> None:
 )
 def _orders_of_a_sleeper(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_took("OpenAttempt"))
+    s.until(took("OpenAttempt"))
     s.do("stall", "c1")
     for e in ("e0", "e1"):
         s.do("break", e, 24)
@@ -196,6 +127,44 @@ def _orders_of_a_sleeper(s: Script) -> None:
     s.do("wake", "c1")
 
 
+@_scenario(
+    "A transition stops, its push waits for the operator, and the leader dies: its successor waits too, until the "
+    "operator speaks.",
+    _waiting(1, 1),
+    ("Stop", "TakeOver", "a stopped transition that went on", "OpenAttempt absolute forward", "Commit"),
+)
+def _stopped_until_the_word(s: Script) -> None:
+    s.do("push", n=1)
+    s.until(writing("e0"))
+    s.do("fail_write", "e0")
+    s.until(took("Stop"))
+    s.rest()
+    s.do("succeed")
+    s.connect()
+    s.rest()
+    s.do("resume")
+    s.rest()
+
+
+@_scenario(
+    "A leader dies in the middle of an attempt, and one of its engines finds the successor late: the next attempt is "
+    "opened without it only when the time for that is over.",
+    _waiting(1, 1),
+    ("TakeOver", "engines that K names are waited for", "Evict", "Commit"),
+)
+def _an_engine_comes_late(s: Script) -> None:
+    s.do("push", n=1)
+    s.until(stage("e0", "applying"))
+    s.do("succeed")
+    s.do("connect", "o0.1")
+    s.do("connect", "e0")
+    s.rest()
+    s.do("run_out", "c2")
+    s.rest()
+    s.connect()
+    s.rest()
+
+
 # ---------------------------------------------------------------- storage
 
 
@@ -207,11 +176,11 @@ def _orders_of_a_sleeper(s: Script) -> None:
 )
 def _torn_both_ways(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writing("e0"))
+    s.until(writing("e0"))
     s.do("fail_write", "e0")
     s.do("roll_back")
-    _forget(s)
-    s.until(_writing("e0"))
+    forget(s)
+    s.until(writing("e0"))
     s.do("fail_write", "e0")
     s.do("succeed")
     s.connect()
@@ -225,14 +194,14 @@ def _torn_both_ways(s: Script) -> None:
 )
 def _payloads_of_the_attempt_before(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writing("e0"))
+    s.until(writing("e0"))
     s.do("fail_write", "e0")
-    s.until(_stage("e0", "fenced"))
-    s.until(_writing("e0"))
+    s.until(stage("e0", "fenced"))
+    s.until(writing("e0"))
     s.do("fail_write", "e0")
     s.rest()
     s.do("run_out", "c1")  # the pause before the third
-    s.until(_stage("e0", "applying"), without=[("deliver", "e0")])
+    s.until(stage("e0", "applying"), without=[("deliver", "e0")])
     for n in range(4, 128, 4):
         s.perhaps("replay", "e0", n)
         for _ in range(3):
@@ -251,8 +220,31 @@ def _torn_by_a_dense_attempt(s: Script) -> None:
     s.connect()
     s.rest()
     s.do("push", n=5)
-    s.until(_writing("e1"))
+    s.until(writing("e1"))
     s.do("fail_write", "e1")
+    s.rest()
+
+
+@_scenario(
+    "The operator answers a stopped transition with a dense attempt, which dies half-way; then the leader dies, and "
+    "its successor, which knows of no such order, is told to go on: absolute payloads do not repair what is torn.",
+    _waiting(1, 1),
+    ("OpenAttempt dense forward", "FailWrite", "TakeOver", "OpenAttempt absolute forward", "Commit"),
+)
+def _torn_by_an_order(s: Script) -> None:
+    s.do("push", n=1)
+    s.until(writing("e0"))
+    s.do("fail_write", "e0")
+    s.until(took("Stop"))
+    s.rest()
+    s.do("dense")
+    s.until(writing("e0", 0))
+    s.do("fail_write", "e0")
+    s.rest()
+    s.do("succeed")
+    s.connect()
+    s.rest()
+    s.do("resume")
     s.rest()
 
 
@@ -266,7 +258,7 @@ def _gate_order_of_another_epoch(s: Script) -> None:
     s.do("gate", "e0")
     s.rest(without=[("gate", "e0")])
     s.do("push", n=1)
-    s.until(_writing("e0"), without=[("gate", "e0")])
+    s.until(writing("e0"), without=[("gate", "e0")])
     s.do("fail_write", "e0")
     s.do("gate", "e0")
     s.rest()
@@ -278,19 +270,19 @@ def _restored_unheard(s: Script) -> None:
     So the leader, on an older report, opens another one for an engine that holds the version.
     """
     s.do("push", n=1)
-    s.until(_writing("e1"))
+    s.until(writing("e1"))
     s.do("fail_write", "e1")
     s.do("give_up", "o0.1", 3)
-    _forget(s)
-    s.until(_took("OpenRestore"))
-    s.until(_stage("e1", "applying"))
-    s.until(_stage("e1", "acknowledged"), without=[("hear", "c1:e1")])
+    forget(s)
+    s.until(took("OpenRestore"))
+    s.until(stage("e1", "applying"))
+    s.until(stage("e1", "acknowledged"), without=[("hear", "c1:e1")])
     s.do("break", "o0.1")
     s.connect()
     s.rest(without=_E1_WAITS)
     s.do("run_out", "c1")
-    _forget(s)
-    s.until(_took("OpenRestore"), without=_E1_WAITS)
+    forget(s)
+    s.until(took("OpenRestore"), without=_E1_WAITS)
 
 
 _E1_WAITS = (("hear", "c1:e1"), ("take", "e1"), ("gate", "e1"))
@@ -306,8 +298,8 @@ def _gate_order_after_a_prepare(s: Script) -> None:
     _restored_unheard(s)
     s.do("poll", "e1")
     s.until(lambda w: w.engines[1].node.opening is not None, without=_E1_WAITS)
-    s.until(_stage("e1", "fenced"), without=[("hear", "c1:e1"), ("gate", "e1")])
-    s.until(_writing("e1"), without=[("gate", "e1")])
+    s.until(stage("e1", "fenced"), without=[("hear", "c1:e1"), ("gate", "e1")])
+    s.until(writing("e1"), without=[("gate", "e1")])
     s.do("gate", "e1")
     s.rest()
 
@@ -320,7 +312,7 @@ def _gate_order_after_a_prepare(s: Script) -> None:
 )
 def _prepared_in_vain(s: Script) -> None:
     _restored_unheard(s)
-    s.until(_stage("e1", "fenced"), without=[("hear", "c1:e1"), ("gate", "e1")])
+    s.until(stage("e1", "fenced"), without=[("hear", "c1:e1"), ("gate", "e1")])
     s.do("break", "o0.1")
     s.connect()
     s.rest()
@@ -339,7 +331,7 @@ def _prepared_in_vain(s: Script) -> None:
 )
 def _two_incarnations_emit(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_took("Seal"))
+    s.until(took("Seal"))
     s.do("restart", "o1.1", 15)
     s.connect()
     s.rest()
@@ -355,7 +347,7 @@ def _two_incarnations_emit(s: Script) -> None:
 )
 def _dies_while_it_folds(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_took("BeginFold"))
+    s.until(took("BeginFold"))
     s.do("crash", "e1", 0)
     s.do("restart", "o0.1", 0)
     s.connect()
@@ -370,12 +362,58 @@ def _dies_while_it_folds(s: Script) -> None:
 )
 def _restored_from_half_a_fold(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_writes("Commit"))
+    s.until(writes("Commit"))
     s.do("crash", "e1", 0)
     s.connect()
     s.until(lambda w: w.owners[0].reads)
-    s.until(_took("BeginFold"), without=[("take", "o0.1")])
+    s.until(took("BeginFold"), without=[("take", "o0.1")])
     s.rest(without=[("fold", "o0.1")])
+    s.rest()
+
+
+@_scenario(
+    "An owner that starts again with other weights takes part in a dense attempt; before it folds what was committed, "
+    "a leader that the guards would let orders a restore of it.",
+    _setup(1, 1, policy="any"),
+    ("OwnerRestart", "OpenAttempt dense forward", "OpenRestore", "EndFold"),
+)
+def _restored_before_the_fold(s: Script) -> None:
+    s.do("restart", "o0.1", _OTHER_WEIGHTS)
+    s.connect()
+    s.until(writes("Commit"))
+    s.do("crash", "e1", 0)
+    s.connect()
+    s.until(lambda w: w.owners[0].reads)
+    s.until(took("OpenRestore"), without=[("read", "o0.1")])
+    forget(s)
+    s.rest(without=[("read", "o0.1")])
+    s.rest()
+
+
+_OTHER_WEIGHTS = 3 * (4 * 5 + 1)
+"""An owner starts again with weights that were never committed, takes them for its baseline, and pushes."""
+
+
+@_scenario(
+    "An owner dies while it folds what a dense attempt committed; the next incarnation, which has other weights, is "
+    "told to emit that epoch again, and to fold it.",
+    _setup(1, 1),
+    ("OwnerRestart", "OpenAttempt dense forward", "BeginFold"),
+)
+def _another_incarnations_seal(s: Script) -> None:
+    s.do("restart", "o0.1", 0)
+    s.connect()
+    s.rest()
+    s.do("push", n=1)
+    s.until(took("BeginFold"))
+    s.do("restart", "o0.1", 0)
+    s.do("push_alone", "o0.1", 1)
+    s.do("stray", "o0.1", 1)
+    forget(s)
+    s.until(took("Seal"))
+    s.do("stray", "o0.1", 0)
+    s.rest()
+    s.connect()
     s.rest()
 
 
@@ -387,7 +425,7 @@ def _restored_from_half_a_fold(s: Script) -> None:
 )
 def _the_second_push_alone(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_stage("e0", "applying"))
+    s.until(stage("e0", "applying"))
     s.do("give_up", "o0.1", 3)
     s.do("push_alone", "o0.1", 1)
     s.do("succeed")
@@ -403,9 +441,9 @@ def _the_second_push_alone(s: Script) -> None:
 )
 def _staged_and_abandoned(s: Script) -> None:
     s.do("push", n=1)
-    s.until(_stage("e0", "staged"))
-    s.until(_stage("e1", "staged"))
-    s.until(_took("OrderOpenApply"), without=[("take", "e0")])
+    s.until(stage("e0", "staged"))
+    s.until(stage("e1", "staged"))
+    s.until(took("OrderOpenApply"), without=[("take", "e0")])
     s.do("break", "e0", 24)
     s.do("abandon")
     s.connect()

@@ -6,7 +6,9 @@ from dcr.protocol.conductor import GATE_MODES
 from dcr.protocol.errors import RefusedError
 from dcr.simulator.moves import ACTS
 
-SCHEDULE_VERSION = 1
+SCHEDULE_VERSION = 2
+SCHEDULE_VERSIONS = (1, SCHEDULE_VERSION)
+"""That are read: version 1 had no waits, and a schedule of it runs as it did."""
 PARTIES_MAX = 8
 """Most owners, most engines, and most ranks of an engine, in a schedule that is read."""
 POLICIES = ("coordinator", "any")
@@ -35,6 +37,10 @@ class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``coordinator``, or ``any``: leaders do whatever their guards admit, until faults stop (``whim.py``)."""
     cold: bool
     """Nothing has been started; otherwise version 0 is served everywhere when the first move comes."""
+    stop_waits: bool = False
+    """A push whose transition stopped waits for the operator's word; since version 2."""
+    rejoin_waits: bool = False
+    """Leaders that took over wait for the engines that K names; since version 2."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.owners <= PARTIES_MAX:
@@ -82,8 +88,9 @@ def decode_schedule(data: bytes) -> Schedule:
         schedule = _decoder.decode(data)
     except msgspec.MsgspecError as e:
         raise RefusedError(f"this is no schedule of the simulator (version {SCHEDULE_VERSION}): {e}") from e
-    if schedule.version != SCHEDULE_VERSION:
-        raise RefusedError(f"a schedule of version {schedule.version}; this simulator reads {SCHEDULE_VERSION}")
+    if schedule.version not in SCHEDULE_VERSIONS:
+        read = " and ".join(map(str, SCHEDULE_VERSIONS))
+        raise RefusedError(f"a schedule of version {schedule.version}; this simulator reads {read}")
     unknown = {name for name, _, _ in schedule.moves} - ACTS.keys()
     if unknown:
         raise RefusedError(f"a schedule with moves that this simulator does not know: {', '.join(sorted(unknown))}")

@@ -94,3 +94,7 @@ class Shrinker:
             yield replace(s, owners=1)
         if s.cold:
             yield replace(s, cold=False)
+        if s.stop_waits:
+            yield replace(s, stop_waits=False)
+        if s.rejoin_waits:
+            yield replace(s, rejoin_waits=False)

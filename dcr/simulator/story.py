@@ -38,14 +38,14 @@ class _Story(Observer):
             return
         self._number += 1
         steps = list(world.trail)
-        self.actions |= {s.action for s in steps}
         told = steps if len(steps) <= _CALM_STEPS_MAX else steps[: _CALM_STEPS_MAX // 2]
+        last = steps[-_CALM_STEPS_MAX // 2 :] if len(told) < len(steps) else []
+        self.actions |= {s.action for s in (*told, *last)}
         self.lines.append(f"{self._number:3}  {self._open[0]}")
         self.lines += [f"       {note}" for note in world.notes or ()]
         self.lines += [f"       {s.actor}: {s.action}, epoch {s.epoch} {s.detail}".rstrip() for s in told]
-        if len(told) < len(steps):
+        if last:
             self.lines.append(f"       ... and {len(steps) - len(told)} steps more, the last ones:")
-            last = steps[-_CALM_STEPS_MAX // 2 :]
             self.lines += [f"       {s.actor}: {s.action}, epoch {s.epoch} {s.detail}".rstrip() for s in last]
         self._open = None
 
@@ -62,6 +62,7 @@ def tell(schedule: "Schedule") -> tuple[Run, str]:
     head = (
         f"{s.owners} owners, engines of {', '.join(map(str, s.ranks))} ranks, {s.gate_mode} gate, members_min "
         f"{s.members_min}, attempts_max {s.attempts_max}, operations {', '.join(s.operations)}"
+        f"{', a stopped push waits' if s.stop_waits else ''}{', successors wait for engines' if s.rejoin_waits else ''}"
     )
     run = run_schedule(schedule, story)
     end = f"BROKEN {run.failure.invariant}: {run.failure.what}" if run.failure else f"all held: {run.outcome}"

@@ -21,6 +21,7 @@ from dcr.protocol.messages import (
     Staged,
     StorageState,
 )
+from dcr.protocol.step import Step
 
 if TYPE_CHECKING:
     from dcr.protocol.record import CommitRecord
@@ -49,6 +50,7 @@ class Leader:
         self.reasons: list[str] = []
         self.timer = 0
         self.timers: list[StartTimer] = []
+        self.steps: list[Step] = []
         self.fatal = ""
         self.hold_writes = False
         self.held: list[WriteRecord] = []
@@ -73,6 +75,8 @@ class Leader:
                     self.timers.append(e)
                 case Fatal():
                     self.fatal = e.reason
+                case Step():
+                    self.steps.append(e)
 
     def write(self) -> None:
         w = self.held.pop()

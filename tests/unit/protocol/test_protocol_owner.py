@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.identity import Base, Kind, Manifest
+from dcr.protocol.identity import Base, Kind, Manifest, SealedPayload
 from dcr.protocol.messages import Emit, Fold
 from dcr.protocol.owner import (
     Again,
@@ -326,3 +326,75 @@ def test_a_dense_order_for_another_incarnation_needs_no_baseline() -> None:
     o = owner(base=None)
     dense = msgspec.structs.replace(order(3, Kind.DENSE), incarnation=7)
     assert without_steps(o.emit(dense))[-1] == StartEmission(dense)
+
+
+def test_what_cannot_be_emitted_is_said_with_its_epoch_and_is_not_taken_for_a_push_that_was_given_up() -> None:
+    o = owner("")
+    o.emit(order(1, Kind.DENSE))
+    o.give_up(1)
+    step, report = o.emit(order(2, candidate="next"))
+    why = "o cannot emit: it has no baseline, and a relative order needs one"
+    assert step == Step("o", "EmitFailed", 2, why)
+    assert report == ReportEmitFailed(2, why, fatal=False)
+    (report,) = without_steps(o.emit(order(3, Kind.DENSE)))  # of the candidate that was given up
+    assert (report.fatal, report.given_up) == (True, 1)
+
+
+def test_a_failure_to_deliver_may_not_come_again() -> None:
+    o = owner()
+    o.emit(order(1))
+    assert without_steps(o.emission_failed(1, "down")) == [ReportEmitFailed(1, "down", fatal=False)]
+
+
+def test_a_push_that_was_given_up_before_anything_was_ordered_says_nothing_of_the_next() -> None:
+    o = owner()
+    assert o.give_up(1) == []
+    assert without_steps(o.emit(order(1))) == [StartEmission(order(1))]
+
+
+def test_an_owner_without_a_baseline_has_no_version_of_it() -> None:
+    assert owner("", 3).base is None
+    assert owner("d3", 3).base == 3
+
+
+def test_the_seals_of_one_candidate_are_kept_and_those_of_the_last_are_not() -> None:
+    o = owner()
+    sealed(o, 1)
+    sealed(o, 2)
+    assert o.sealed_epochs == (1, 2)
+    o.emit(order(3, candidate="next"))
+    m = msgspec.structs.replace(manifest(3, "next"), payloads=(SealedPayload(0, "x", 1, 8),))
+    o.emitted(m)
+    assert o.sealed(m)[0] == Step("o", "Seal", 3, payloads=1, content_digest="d1")
+    assert o.sealed_epochs == (3,)
+
+
+def test_a_stepped_candidate_fails_its_epoch() -> None:
+    o = owner()
+    sealed(o, 1)
+    (failed,) = sealed(o, 2, content="d2")
+    assert failed.epoch == 2
+
+
+def test_a_rollback_whose_weights_nobody_looked_at_is_not_compared() -> None:
+    o = owner()
+    sealed(o, 1)
+    o.emit(roll_back(2))
+    m = of_baseline(roll_back(2))
+    assert o.emitted(m) == [DeliverManifest(m)]
+
+
+@pytest.mark.parametrize("kind", [Kind.ABSOLUTE, Kind.RESTORE])
+def test_of_what_waits_for_a_fold_a_restore_alone_outlives_the_push(kind: Kind) -> None:
+    o = folding()
+    waits = order(2, kind, "" if kind is Kind.RESTORE else "v", base=1, target=2)
+    o.emit(waits)
+    assert o.give_up(1) == []
+    again = [Again(waits)] if kind is Kind.RESTORE else []
+    assert without_steps(o.folded(1, "d1")) == [ReportFolded(1, "d1", ""), *again]
+
+
+def test_a_baseline_that_was_lost_is_said_with_its_epoch() -> None:
+    o = folding(3)
+    why = "what was folded is not what was committed"
+    assert o.folded(3, "d2") == [Step("o", "LoseBaseline", 3, why), ReportFolded(3, "", why)]

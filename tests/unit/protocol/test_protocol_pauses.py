@@ -1,11 +1,9 @@
 """Pauses between attempts: what failed at once would mostly fail again at once."""
 
+import pytest
 from leader import Leader, attempting
 
-from dcr.protocol.messages import (
-    EmitFailed,
-    Serving,
-)
+from dcr.protocol.messages import CandidateReady, EmitFailed, Serving, Withdraw
 from dcr.protocol.record import Direction
 
 
@@ -73,3 +71,23 @@ def test_an_operator_does_not_wait_for_the_end_of_a_pause() -> None:
             assert at.record.open is not None
             assert at.record.open.direction is Direction.BACK
         assert (at.reasons[-1], at.c.pausing) == ("OpenAttempt", "")
+
+
+@pytest.mark.parametrize("how", ["given up", "owner restarted"])
+def test_the_failures_of_a_stopped_push_that_nobody_waits_for_any_more_put_the_next_one_not_off(how: str) -> None:
+    at = attempting("a", attempts_max=2, stop_waits=True)
+    fails_to_emit(at, "down")
+    fails_to_emit(at, "down")
+    assert at.reasons[-1] == "Stop"
+    if how == "given up":
+        at.owner(Withdraw("o", 1, 1))
+        push = CandidateReady("o", 1, 2)
+    else:
+        at.do(at.c.owner_lost("o", 1))
+        at.owner_joins(2)
+        push = CandidateReady("o", 2, 1)
+    assert at.reasons[-1] == "Abandon"
+    at.timers.clear()
+    at.owner(push)
+    assert at.reasons[-1] == "OpenAttempt"
+    assert [t.name for t in at.timers] == ["prepare"]

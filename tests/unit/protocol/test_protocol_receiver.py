@@ -374,3 +374,54 @@ def test_the_trail_of_a_write_that_fails_names_each_action_its_epoch_and_the_pay
     failed, step, _ = r.write_failed(i, "torn")
     assert failed == Step("e", "FailWrite", 1, "o0/0 of epoch 1", payload=i)
     assert step == Step("e", "FailAttempt", 1, "payload o0/0 of epoch 1: torn")
+
+
+def test_the_trail_of_an_attempt_that_goes_well_names_each_action_its_epoch_and_the_payload() -> None:
+    r, i = ready(), identity(1)
+    r.payload(i, RELATIVE, "x0", 1)
+    for owner, payloads in (("o0", 1), ("o1", 0)):
+        r.manifest(manifest(1, owner, payloads))
+    ended = Step("e", "EndWrite", 1, "o0/0 of epoch 1", payload=i)
+    assert r.write_ended(i) == [ended, Synchronise(1)]
+    assert r.synchronised(1)[0] == Step("e", "Acknowledge", 1)
+
+
+def sealed() -> Receiver:
+    """Everything of epoch 1 is written; what was written is being synchronised."""
+    r = ready()
+    for owner in ("o0", "o1"):
+        r.manifest(manifest(1, owner, 0))
+    return r
+
+
+def test_what_failed_is_not_acknowledged_when_the_synchronisation_ends_after_all() -> None:
+    r = sealed()
+    assert failure(r.synchronise_failed(1, "the readback differs")) == "the readback differs"
+    assert r.synchronised(1) == []
+    assert (r.stage, r.acknowledged_epoch) == ("failed", 0)
+    assert r.undeliverable(1, "gone") == []  # it has failed already, and is told once
+
+
+def test_what_was_acknowledged_is_acknowledged_once_and_fails_no_more() -> None:
+    r = sealed()
+    r.synchronised(1)
+    assert r.synchronised(1) == []
+    assert r.undeliverable(1, "gone") == []
+    assert (r.stage, r.acknowledged_epoch) == ("acknowledged", 1)
+
+
+def test_a_write_that_ends_after_the_attempt_failed_completes_nothing() -> None:
+    r, i = ready(), identity(1)
+    r.payload(i, RELATIVE, "x0", 1)
+    for owner, payloads in (("o0", 1), ("o1", 0)):
+        r.manifest(manifest(1, owner, payloads))
+    assert failure(r.undeliverable(1, "gone")) == "gone"
+    assert without_steps(r.write_ended(i)) == []
+
+
+def test_one_reading_of_the_record_tells_of_the_commit_and_of_the_epoch_after_it() -> None:
+    r = sealed()
+    root = r.synchronised(1)[-1].root
+    k2 = opened(1, K0).commit(D1, root, "op").take_over("c2")
+    held = RankState(StorageState(1, D1, ()), 2, committed_here=True, epoch=0, stage="idle")
+    assert r.learn(k2) == [Step("e", "LearnCommit", 1), held]

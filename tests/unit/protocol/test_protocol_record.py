@@ -132,3 +132,12 @@ def test_size_is_bounded_both_ways() -> None:
         decode_record(bytes(RECORD_BYTES_MAX + 1))
     fits = msgspec.structs.replace(RECORD, members=tuple(Member(f"engine-{n}", n) for n in range(1000)))
     assert decode_record(encode_record(fits)) == fits
+
+
+def test_a_record_may_have_as_many_bytes_as_are_allowed() -> None:
+    room = RECORD_BYTES_MAX - len(encode_record(msgspec.structs.replace(RECORD, leader="c" * 1000)))
+    full = msgspec.structs.replace(RECORD, leader="c" * (1000 + room))
+    assert len(encode_record(full)) == RECORD_BYTES_MAX
+    assert decode_record(encode_record(full)) == full
+    with pytest.raises(RefusedError, match="65537 bytes"):
+        encode_record(msgspec.structs.replace(RECORD, leader="c" * (1001 + room)))

@@ -3,20 +3,36 @@
 import pytest
 
 from dcr.cli.main import main
+from dcr.protocol.coordinator import Coordinator
 from dcr.simulator.run import run_schedule
 from dcr.simulator.scenarios import SCENARIOS
 from tests.conformance.code_mutants import CODE_MUTANTS, ON_A_GRAPH
-from tests.mutation import apply
+from tests.mutation import Mutant, apply
 
-MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH)}
+OF_WAITS = (
+    Mutant(
+        "a_stopped_transition_goes_on_by_itself",
+        Coordinator,
+        "_next_of_idle",
+        "if self.held and not self._resumed:",
+        "if False:",
+    ),
+    Mutant("engines_are_not_waited_for", Coordinator, "_open_attempt_or_wait", "if self._awaited:", "if False:"),
+)
+MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OF_WAITS)}
 NOTICES = {
     "commit-after-take-over": "take_over_without_epoch",
     "commit-before-take-over": "commit_without_compare",
     "answered-too-late": "acknowledgement_outlives_a_write",
     "opened-twice": "open_by_committed_epoch_alone",
     "orders-of-a-sleeper": "attempts_forgotten_by_take_over",
+    "stopped-until-the-word": "a_stopped_transition_goes_on_by_itself",
+    "an-engine-comes-late": "engines_are_not_waited_for",
+    "restored-before-the-fold": "delta_against_an_unfolded_baseline",
+    "another-incarnations-seal": "fold_of_another_seal",
     "torn-both-ways": "rollback_turned_forward",
     "payloads-of-the-attempt-before": "stale_epoch_written",
+    "torn-by-an-order": "dense_tears_marked_as_candidate",
     "torn-by-a-dense-attempt": "commit_on_any_acknowledgement",
     "gate-order-after-a-prepare": "gate_opens_after_a_prepare",
     "gate-order-of-another-epoch": "gate_order_without_epoch",

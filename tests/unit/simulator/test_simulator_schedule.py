@@ -13,21 +13,31 @@ from dcr.simulator.moves import ACTS
 from dcr.simulator.run import run_schedule
 from dcr.simulator.schedule import Schedule, Setup, decode_schedule, encode_schedule
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "simulated_schedule.json"
-SETUP = Setup(7, 2, (1, 2), 1, 3, 3, "async", ("add", "xor"), "coordinator", cold=True)
+GOLDEN = Path(__file__).parents[2] / "golden"
+SETUP = Setup(
+    7, 2, (1, 2), 1, 3, 3, "async", ("add", "xor"), "coordinator", cold=True, stop_waits=True, rejoin_waits=True
+)
 SCHEDULE = Schedule(SETUP, (("push", "", 1), ("hear", "c1:o0", 0), ("crash", "e1", 4)), 12, "ServingExact")
 PARTIES = ("o0.1", "o1.1", "o0.2", "e0", "e1", "c1", "c2", "c1:e0", "c1:o1", "", "nobody")
 
 
-def test_the_bytes_are_those_of_version_1():
-    assert encode_schedule(SCHEDULE) == GOLDEN.read_bytes()
-    assert decode_schedule(GOLDEN.read_bytes()) == SCHEDULE
+def test_the_bytes_are_those_of_version_2():
+    golden = (GOLDEN / "simulated_schedule.v2.json").read_bytes()
+    assert encode_schedule(SCHEDULE) == golden
+    assert decode_schedule(golden) == SCHEDULE
+
+
+def test_version_1_is_read_and_waits_for_nothing():
+    setup = msgspec.structs.replace(SETUP, stop_waits=False, rejoin_waits=False)
+    first = msgspec.structs.replace(SCHEDULE, setup=setup, version=1)
+    assert decode_schedule((GOLDEN / "simulated_schedule.json").read_bytes()) == first
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3; this simulator reads 1 and 2"),
+        ({"setup": {**msgspec.to_builtins(SETUP), "stop_waits": 1}}, "stop_waits"),
         ({"setup": None}, "setup"),
         ({"moves": [["push", "", "1"]]}, "moves"),
         ({"moves": [["explode", "e0", 1]]}, "explode"),
