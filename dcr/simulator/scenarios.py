@@ -418,6 +418,21 @@ def _another_incarnations_seal(s: Script) -> None:
 
 
 @_scenario(
+    "An owner starts again between the commit of its push and its fold, and pushes other weights at once, while the other "
+    "owner folds: how the first push ended is not told to the second.",
+    _setup(1, owners=2),
+    ("BeginFold", "OwnerRestart", "FinishTransition"),
+)
+def _pushes_again_before_it_is_told(s: Script) -> None:
+    s.do("push", n=1)
+    s.until(took("BeginFold"))
+    s.do("restart", "o0.1", 0)
+    s.do("push_alone", "o0.1", 1)
+    s.connect()
+    s.rest()
+
+
+@_scenario(
     "A push is given up and the next one waits; the leader that heard of the first dies, and its successor meets the "
     "second alone, under the open transition of the first.",
     _setup(1),

@@ -105,13 +105,6 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "a restarted owner is told that its push succeeded",
-        Announcer,
-        "_push_over",
-        "if seat.ready and (took_part is None or took_part.get(name) == pushed):",
-        "if seat.ready:",
-    ),
-    Mutant(
         "the push after one that was given up is told that it succeeded",
         Announcer,
         "_finish",

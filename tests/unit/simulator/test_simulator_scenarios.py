@@ -3,23 +3,37 @@
 import pytest
 
 from dcr.cli.main import main
+from dcr.protocol.announcer import Announcer
 from dcr.protocol.coordinator import Coordinator
 from dcr.simulator.run import run_schedule
 from dcr.simulator.scenarios import SCENARIOS
 from tests.conformance.code_mutants import CODE_MUTANTS, ON_A_GRAPH
 from tests.mutation import Mutant, apply
 
-OF_WAITS = (
+OTHERS = (
     Mutant(
         "a_stopped_transition_goes_on_by_itself",
         Coordinator,
         "_next_of_idle",
-        "if self.held and not self._resumed:",
+        "if self.held and not self.resumed:",
         "if False:",
     ),
-    Mutant("engines_are_not_waited_for", Coordinator, "_open_attempt_or_wait", "if self._awaited:", "if False:"),
+    Mutant(
+        "engines_are_not_waited_for",
+        Coordinator,
+        "_open_attempt_or_wait",
+        "if self.seats.missing or self.awaited:",
+        "if self.seats.missing:",
+    ),
+    Mutant(
+        "a_restarted_owner_is_told_that_its_push_succeeded",
+        Announcer,
+        "_push_over",
+        "if seat.ready and (took_part is None or took_part.get(name) == pushed):",
+        "if seat.ready:",
+    ),
 )
-MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OF_WAITS)}
+MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OTHERS)}
 NOTICES = {
     "commit-after-take-over": "take_over_without_epoch",
     "commit-before-take-over": "commit_without_compare",
@@ -40,6 +54,7 @@ NOTICES = {
     "prepared-in-vain": "prepared_in_vain_is_admitted",
     "two-incarnations-emit": "duplicate_written_again",
     "dies-while-it-folds": "mark_cleared_before_the_last_byte",
+    "pushes-again-before-it-is-told": "a_restarted_owner_is_told_that_its_push_succeeded",
     "the-second-push-alone": "abandon_without_epoch",
     "staged-and-abandoned": "write_under_open_gate",
 }
