@@ -3,7 +3,7 @@
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -140,8 +140,7 @@ class Soak:
         """An engine catches up from the payloads of a dense push whatever it holds, and is not restored then."""
         kept = max(self._settings.retain_versions, self._settings.retain_epochs) + _SWEPT_LATE
         for _ in range(2 * kept):
-            last = list(self.run.pushes.kinds)[-kept:]
-            if len(last) == kept and "dense" not in last:
+            if nothing_dense(list(self.run.pushes.kinds), kept):
                 return
             self._refit(None)
         raise ChildError(f"{2 * kept} refits without a fault were not {kept} in a row without a dense push")
@@ -224,6 +223,11 @@ class Soak:
         for name, held in self._held.items():
             if held.warm is not None and held.last is not None:
                 self.run.checks.problems += [f"{name} {what}" for what in leaked(held.warm, held.last)]
+
+
+def nothing_dense(kinds: Sequence[str], last: int) -> bool:
+    """Whether there were so many commits, and the last of them were none of them dense."""
+    return len(kinds) >= last and "dense" not in kinds[-last:]
 
 
 def leaked(early: Sample, late: Sample) -> list[str]:
