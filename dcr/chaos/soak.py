@@ -14,6 +14,7 @@ from dcr.chaos.process import ChildError
 from dcr.chaos.run import Run
 from dcr.chaos.scenario import Deployment, Scenario, Trainer
 from dcr.chaos.strike import Strike
+from dcr.chaos.trainer_child import resources
 from dcr.runtime.settings import Settings
 
 QUIET_REFITS = 100
@@ -28,7 +29,10 @@ PROGRESS_S = 60.0
 """Between two lines that say how far it is."""
 _CALM = 2
 """One refit in so many has a fault."""
+HARNESS = "the harness"
 _MEMORY_BYTES_MAX = 24 << 20
+_REMEMBERED_BYTES_MAX = 8 << 10
+"""What the harness remembers of a refit, at most: its version, and its faults."""
 _MORE_MAX = 2
 """Threads or files more than before are noise up to here."""
 _SHARED_FILES_MAX = 64
@@ -192,7 +196,7 @@ class Soak:
         if time.monotonic() > self._told_s + PROGRESS_S:
             self._progress()
         if self.refits % SAMPLE_EVERY == 0:
-            for name, held in self.run.resources().items():
+            for name, held in {**self.run.resources(), HARNESS: resources()}.items():
                 self._held.setdefault(name, Held(self.refits)).add(Sample(self.refits, held))
             self._objects()
             self._forget()
@@ -222,7 +226,8 @@ class Soak:
         """Of each process that lived for long enough: no more at the end than once it was warm."""
         for name, held in self._held.items():
             if held.warm is not None and held.last is not None:
-                self.run.checks.problems += [f"{name} {what}" for what in leaked(held.warm, held.last)]
+                remembered = _REMEMBERED_BYTES_MAX * (held.last.refit - held.warm.refit) if name == HARNESS else 0
+                self.run.checks.problems += [f"{name} {what}" for what in leaked(held.warm, held.last, remembered)]
 
 
 def nothing_dense(kinds: Sequence[str], last: int) -> bool:
@@ -230,10 +235,11 @@ def nothing_dense(kinds: Sequence[str], last: int) -> bool:
     return len(kinds) >= last and "dense" not in kinds[-last:]
 
 
-def leaked(early: Sample, late: Sample) -> list[str]:
-    """What a process holds more of than what refits explain, in words."""
+def leaked(early: Sample, late: Sample, remembered_bytes: int = 0) -> list[str]:
+    """What a process holds more of than what refits explain, in words; with what it may remember of them, in bytes."""
     found = []
-    for what, bound in (("memory_bytes", _MEMORY_BYTES_MAX), ("threads", _MORE_MAX), ("files", _MORE_MAX)):
+    memory = _MEMORY_BYTES_MAX + remembered_bytes
+    for what, bound in (("memory_bytes", memory), ("threads", _MORE_MAX), ("files", _MORE_MAX)):
         more = late.held[what] - early.held[what]
         if more > bound:
             found.append(f"holds {more:,} {what} more after refit {late.refit} than after refit {early.refit}")

@@ -22,6 +22,12 @@ def test_what_is_a_leak(more, said):
     assert leaked(Sample(30, HELD), Sample(90, {**HELD, **more})) == said
 
 
+def test_what_the_harness_remembers_of_refits_is_no_leak():
+    late = Sample(90, {**HELD, "memory_bytes": 330 << 20})
+    assert leaked(Sample(30, HELD), late, 6 << 20) == []
+    assert leaked(Sample(30, HELD), late, 5 << 20) != []
+
+
 def test_a_process_is_compared_with_itself_once_it_was_warm():
     held = Held(10)
     for refit in range(10, 10 + WARM_REFITS, 10):
