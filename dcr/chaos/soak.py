@@ -3,7 +3,7 @@
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ from dcr.chaos.process import ChildError
 from dcr.chaos.run import Run
 from dcr.chaos.scenario import Deployment, Scenario, Trainer
 from dcr.chaos.strike import Strike
+from dcr.chaos.trainer_child import resources
 from dcr.runtime.settings import Settings
 
 QUIET_REFITS = 100
@@ -28,7 +29,10 @@ PROGRESS_S = 60.0
 """Between two lines that say how far it is."""
 _CALM = 2
 """One refit in so many has a fault."""
+HARNESS = "the harness"
 _MEMORY_BYTES_MAX = 24 << 20
+_REMEMBERED_BYTES_MAX = 8 << 10
+"""What the harness remembers of a refit, at most: its version, and its faults."""
 _MORE_MAX = 2
 """Threads or files more than before are noise up to here."""
 _SHARED_FILES_MAX = 64
@@ -140,8 +144,7 @@ class Soak:
         """An engine catches up from the payloads of a dense push whatever it holds, and is not restored then."""
         kept = max(self._settings.retain_versions, self._settings.retain_epochs) + _SWEPT_LATE
         for _ in range(2 * kept):
-            last = list(self.run.pushes.kinds)[-kept:]
-            if len(last) == kept and "dense" not in last:
+            if nothing_dense(list(self.run.pushes.kinds), kept):
                 return
             self._refit(None)
         raise ChildError(f"{2 * kept} refits without a fault were not {kept} in a row without a dense push")
@@ -193,7 +196,7 @@ class Soak:
         if time.monotonic() > self._told_s + PROGRESS_S:
             self._progress()
         if self.refits % SAMPLE_EVERY == 0:
-            for name, held in self.run.resources().items():
+            for name, held in {**self.run.resources(), HARNESS: resources()}.items():
                 self._held.setdefault(name, Held(self.refits)).add(Sample(self.refits, held))
             self._objects()
             self._forget()
@@ -223,13 +226,20 @@ class Soak:
         """Of each process that lived for long enough: no more at the end than once it was warm."""
         for name, held in self._held.items():
             if held.warm is not None and held.last is not None:
-                self.run.checks.problems += [f"{name} {what}" for what in leaked(held.warm, held.last)]
+                remembered = _REMEMBERED_BYTES_MAX * (held.last.refit - held.warm.refit) if name == HARNESS else 0
+                self.run.checks.problems += [f"{name} {what}" for what in leaked(held.warm, held.last, remembered)]
 
 
-def leaked(early: Sample, late: Sample) -> list[str]:
-    """What a process holds more of than what refits explain, in words."""
+def nothing_dense(kinds: Sequence[str], last: int) -> bool:
+    """Whether there were so many commits, and the last of them were none of them dense."""
+    return len(kinds) >= last and "dense" not in kinds[-last:]
+
+
+def leaked(early: Sample, late: Sample, remembered_bytes: int = 0) -> list[str]:
+    """What a process holds more of than what refits explain, in words; with what it may remember of them, in bytes."""
     found = []
-    for what, bound in (("memory_bytes", _MEMORY_BYTES_MAX), ("threads", _MORE_MAX), ("files", _MORE_MAX)):
+    memory = _MEMORY_BYTES_MAX + remembered_bytes
+    for what, bound in (("memory_bytes", memory), ("threads", _MORE_MAX), ("files", _MORE_MAX)):
         more = late.held[what] - early.held[what]
         if more > bound:
             found.append(f"holds {more:,} {what} more after refit {late.refit} than after refit {early.refit}")

@@ -1,5 +1,6 @@
 """The checks of a run, each given what it must not accept; and a page that says hostile names as they are."""
 
+import re
 import shutil
 from html.parser import HTMLParser
 from types import SimpleNamespace
@@ -8,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcr.chaos import bits
+from dcr.chaos import bits, timeline
 from dcr.chaos.bits import Twins, combined, load, stored_bits
 from dcr.chaos.checks import Checks
 from dcr.chaos.journal import Journal, entries
 from dcr.chaos.model import make, train_step
-from dcr.chaos.report import FaultReport, RunReport
+from dcr.chaos.report import FaultReport, RunReport, Totals, details, row
 from dcr.chaos.timeline import write_timeline
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.node import describe
@@ -175,6 +176,47 @@ def test_a_hostile_name_is_shown_and_does_nothing(tmp_path):
     assert reader.loads == []
     assert "http" not in page.replace("http-equiv", "")
     assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize(
+    ("ok", "validated", "verdict", "said"),
+    [
+        (True, True, "ok", "every check held<"),
+        (True, False, "ok, logs not validated", "event logs not validated<"),
+        (False, True, "WRONG", "1 problems<"),
+        (False, False, "WRONG", "1 problems<"),
+    ],
+)
+def test_what_was_not_validated_is_said_in_the_row_and_on_the_page(tmp_path, ok, validated, verdict, said):
+    Journal(tmp_path / "node-0-1.journal").say("start", who="node-0")
+    report = RunReport(
+        name="run",
+        ok=ok,
+        deployment="file",
+        folder=str(tmp_path),
+        problems=() if ok else ("bits",),
+        validated=validated,
+        logs="a behaviour" if validated else "not validated: no Java",
+    )
+    assert row(report).endswith(f" s  {verdict}")
+    assert any("no Java" in line for line in details(report)) != validated
+    page = write_timeline(tmp_path, report).read_text()
+    assert said in page
+    assert ("no Java" in page) != validated
+    assert Totals.of([report], 1.0).logs_validated == validated
+
+
+def test_the_page_of_a_long_run_has_its_first_steps_and_every_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "STEPS_MAX", 10)
+    journals = [Journal(tmp_path / f"node-{n}-1.journal") for n in range(2)]
+    for step in range(40):
+        journals[step % 2].say("step", who=f"receiver[{step % 2}]", action=f"Step{step:02}")
+    journals[0].say("fault", who="receiver[0]", action="kill")
+    page = write_timeline(tmp_path, RunReport(name="run", ok=True, deployment="", folder=str(tmp_path))).read_text()
+    shown = sorted(set(re.findall(r"Step\d\d", page)))
+    assert shown == [f"Step{step:02}" for step in range(10)]
+    assert page.count('class="fault"') == 1
+    assert "the first 10 of 41 steps, and every fault" in page
 
 
 def test_a_half_written_entry_is_left_out(tmp_path):

@@ -109,9 +109,9 @@ def test_writes_that_were_forgotten_before_they_were_read_are_named_and_nothing_
     run.history.read(start(d))
     first = 4 + 100
     last = first + KEPT - 1
-    kept = [entry(revision, "Admit", 1) for revision in range(first, last)]
-    run.history.read([*kept, entry(last, "Commit", 2, d["c2"])])
-    run.history.end(SimpleNamespace(version=2))
+    kept = [entry(revision, "Admit", 5) for revision in range(first, last)]  # versions 2 to 5 came in the gap
+    run.history.read([*kept, entry(last, "Commit", 6, d["c2"])])
+    run.history.end(SimpleNamespace(version=6))
     (said,) = run.problems
     assert said.startswith(
         f"revisions 5 to {first - 1} of the record were not checked: the control plane keeps 1024 writes"
