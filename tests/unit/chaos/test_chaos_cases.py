@@ -2,9 +2,7 @@
 
 from itertools import combinations, product
 
-import msgspec
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +10,6 @@ from dcr.chaos.cases import BUCKET_TOO, CASES, CONTROLS, COORDINATORS, GATES, TR
 from dcr.chaos.matrix import QUICK, full_matrix, quick_matrix
 from dcr.chaos.pairwise import cover
 from dcr.chaos.point import ACTIONS, WHERE_ROLES, WRITES, Who
-from dcr.chaos.scenario_file import parse_scenario
 
 PEER_TIMEOUT_S = 3.0
 """Of the relay in scenarios: a peer that says nothing for longer is lost."""
@@ -57,11 +54,6 @@ def test_every_link_of_the_relay_and_every_process_is_cut_off_for_a_moment_and_p
         assert {(Who.parse(link), True), (Who.parse(link), False)} <= cut
     roles = {victim.role for victim, _ in cut if victim.to is None}
     assert roles == {"engine", "owner", "store", "etcd"}
-
-
-def test_whatever_is_shipped_is_a_scenario_that_a_file_can_have():
-    for scenario in full_matrix():
-        assert parse_scenario(yaml.safe_dump(msgspec.to_builtins(scenario)).encode()) == scenario
 
 
 def test_every_case_is_combined_with_every_setting_that_it_can_have():
