@@ -33,6 +33,7 @@ QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
             "kill coordinator before CAS of Commit",
             "kill owner[0] during manifest",
             "kill owner[0] at BeginFold",
+            "kill owner[0] at LoseBaseline",
             "replace the coordinator before its commit",
             "a payload comes twice",
         ),
@@ -47,7 +48,10 @@ QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
         ),
     ),
     (("file", "sqlite", "sync", 1, 0), ("the store's disk is full", "kill coordinator at Stop")),
-    (("relay", "sqlite", "sync", 1, 0), ("kill receiver[1] at BeginWrite", "partition engine[1]")),
+    (
+        ("relay", "sqlite", "sync", 1, 0),
+        ("kill receiver[1] at BeginWrite", "partition engine[1]", "partition relay[0] to relay[1] for 1 s"),
+    ),
     (
         ("s3", "etcd", "sync", 1, 0),
         ("kill store during the manifest", "kill etcd after a commit", "kill coordinator at Publish"),
