@@ -99,11 +99,20 @@ def _grouped(chosen: Sequence[tuple[Choice, Case]], seed: int) -> Iterable[Scena
     number = itertools.count(1)
     for key, cases in sorted(groups.items(), key=repr):
         where, settings, _ = key
-        # A restore comes before a trainer's death: the dense push that may follow that is one to catch up from.
-        cases.sort(key=lambda case: not any(Point.parse(f.at).restore for f in case.faults))
+        cases.sort(key=_turn)
         for first in range(0, len(cases), IN_A_ROW_MAX):
             some = cases[first : first + IN_A_ROW_MAX]
             yield _scenario(f"matrix {next(number)}", where, some, settings, seed)
+
+
+def _turn(case: Case) -> int:
+    """A restore comes before a trainer's death: the dense push that may follow that is one to catch up from.
+
+    A baseline that is lost comes last: in the refit after it nothing can be restored or rolled back.
+    """
+    if any(Point.parse(f.at).restore for f in case.faults):
+        return 0
+    return 2 if case.faults[-1].do == "step_early" else 1
 
 
 def _scenario(

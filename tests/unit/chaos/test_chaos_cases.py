@@ -56,6 +56,16 @@ def test_every_link_of_the_relay_and_every_process_is_cut_off_for_a_moment_and_p
     assert roles == {"engine", "owner", "store", "etcd"}
 
 
+def test_nothing_is_struck_in_the_refit_after_a_baseline_was_lost():
+    last = [(s, f) for s in full_matrix() for f in s.faults if f.do == "step_early"]
+    left = [(s, f) for s, f in last if f is s.faults[-1]]
+    assert left
+    for scenario, fault in last:
+        after = [f.point for f in scenario.faults if f.point.refit == fault.point.refit + 1]
+        died = any(f.do == "kill" and f.point.refit == fault.point.refit for f in scenario.faults)
+        assert died or not after, scenario.name
+
+
 def test_every_case_is_combined_with_every_setting_that_it_can_have():
     ran = {
         (f.at.split(" in refit ")[0], setting)
