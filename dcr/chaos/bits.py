@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dcr.chaos.model import make
+from dcr.chaos.model import VLLM, make
 
 CHECKPOINT = "model.safetensors"
 TWINS_MAX = 8
@@ -59,8 +59,14 @@ class Twins:
         if checkpoint not in self._bits:
             while len(self._bits) >= TWINS_MAX:
                 del self._bits[next(iter(self._bits))]
-            twin = make(self._factory)
-            load(twin, checkpoint)
-            self._bits[checkpoint] = stored_bits(twin)
-            self.bytes = stored_bytes(twin)
+            self._bits[checkpoint], self.bytes = self._of_a_twin(checkpoint)
         return self._bits[checkpoint]
+
+    def _of_a_twin(self, checkpoint: Path) -> tuple[dict[str, str], int]:
+        if self._factory == VLLM:
+            from dcr.chaos.vllm_engine import twin_bits  # noqa: PLC0415 - only where a scenario wants vLLM
+
+            return twin_bits(checkpoint)
+        twin = make(self._factory)
+        load(twin, checkpoint)
+        return stored_bits(twin), stored_bytes(twin)

@@ -42,10 +42,10 @@ def _kill(at: str, **more: Any) -> Case:
     return Case(f"kill {at}", (Fault(at=at),), **more)
 
 
-def _after(*causes_and_point: Any, **more: Any) -> Case:
-    """A kill at a point, the last argument, that only the faults before it lead to."""
-    *causes, at = causes_and_point
-    return Case(f"kill {at}", (*causes, Fault(at=at)), **more)
+def _after(causes: Fault | tuple[Fault, ...], at: str, **more: Any) -> Case:
+    """A kill at a point that only something else leads to."""
+    first = (causes,) if isinstance(causes, Fault) else causes
+    return Case(f"kill {at}", (*first, Fault(at=at)), **more)
 
 
 _TORN = Fault(at="receiver[1] after 1 items of payload 1")
@@ -134,7 +134,7 @@ _COORDINATORS = (
             _after(_ABANDONED, f"{at} Abandon", settings=_STOPS),
         )
     ),
-    _after(*_NO_ANSWER, "coordinator at Fatal"),
+    _after(_NO_ANSWER, "coordinator at Fatal"),
     _after(_RESTORE_FAILS, "coordinator at RefuseMember in restore", **_REFUSES),
     Case(
         "kill engine[1] as it is refused",

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from dcr.chaos.journal import Journal
+from dcr.chaos.model import VLLM
 from dcr.chaos.trigger import Armed, Trigger
 
 ENDED_ALONE = 70
@@ -27,7 +28,7 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is told when it starts."""
 
     role: str
-    """``trainer``, ``coordinator`` or ``node``."""
+    """``trainer``, ``coordinator``, ``node`` or ``twin``."""
     name: str
     number: int
     """Which training rank, coordinator or node."""
@@ -56,6 +57,11 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
     armed: tuple[Armed, ...] = ()
     bug: str = ""
     """What is broken on purpose (``dcr.chaos.bugs``)."""
+
+    @property
+    def vllm(self) -> bool:
+        """Whether vLLM runs in it, which does not start in a process where kernels of numba are loaded."""
+        return self.role == "twin" or self.factory == VLLM
 
 
 class Line:
@@ -125,6 +131,8 @@ def run(encoded: bytes, pipe: Connection) -> None:
             from dcr.chaos.trainer_child import serve_trainer as serve  # noqa: PLC0415 - each side imports its own
         elif config.role == "coordinator":
             from dcr.chaos.coordinator_child import serve_coordinator as serve  # noqa: PLC0415
+        elif config.role == "twin":
+            from dcr.chaos.vllm_engine import serve_twin as serve  # noqa: PLC0415
         else:
             from dcr.chaos.node_child import serve_node as serve  # noqa: PLC0415
         serve(line)

@@ -1,7 +1,7 @@
 """From a scenario to its report: the run, its event logs held to the specification, and its timeline."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
 
 def report_of(run: Run) -> RunReport:
     """What a run came to, kept in its folder beside its timeline."""
-    scenario, folder, disk = run.scenario, run.fleet.folder, run.fleet.disk
+    scenario, folder = run.scenario, run.fleet.folder
     zero_s = min((child.started_s for child in run.fleet.everyone), default=run.totals.began_s)
     faults = tuple(
         FaultReport(
@@ -64,7 +64,7 @@ def report_of(run: Run) -> RunReport:
         deployment=describe(scenario.deployment),
         folder=str(folder),
         problems=tuple(run.checks.problems),
-        notes=() if disk is None else (f"the full disk was {disk.how}",),
+        notes=tuple(_notes(run)),
         faults=faults,
         commits=run.totals.commits,
         kills=run.totals.kills,
@@ -78,6 +78,14 @@ def report_of(run: Run) -> RunReport:
     )
     _keep(report)
     return report
+
+
+def _notes(run: Run) -> Iterator[str]:
+    """What whoever reads the times should know."""
+    if run.fleet.disk is not None:
+        yield f"the full disk was {run.fleet.disk.how}"
+    if held_up_s := run.totals.held_up_s:
+        yield f"the machine let the harness itself stand still for {held_up_s:.1f} s: times say little"
 
 
 def _since(at: float | None, began: float | None) -> float | None:

@@ -12,7 +12,7 @@ import torch
 
 from dcr.chaos.child import RECORD, ChildConfig
 from dcr.chaos.disk import Disk
-from dcr.chaos.model import make, train_step
+from dcr.chaos.model import CHECKPOINT, make, train_step
 from dcr.chaos.point import SERVERS, Who
 from dcr.chaos.process import Child, ChildError
 from dcr.chaos.proxy import Proxy
@@ -82,9 +82,11 @@ class Fleet:
         self.first = folder / "checkpoints" / "v0"
         self._foreign = folder / "foreign"
         model = make(scenario.deployment.model.trainer)
-        save(model, self.first)
+        of = scenario.deployment.model.trainer
+        beside = Path(of.removeprefix(CHECKPOINT)) if of.startswith(CHECKPOINT) else None
+        save(model, self.first, beside)
         train_step(model, _FOREIGN_SEED, 0.5)
-        save(model, self._foreign)
+        save(model, self._foreign, self.first)
 
     # ------------------------------------------------------------ starting
 

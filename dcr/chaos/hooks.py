@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from dcr.data_plane.placement.storage import Storage
 from dcr.delivery.folder import FolderDelivery
 from dcr.delivery.interface import Delivery, DeliveryError
 from dcr.protocol.record import decode_record
+from dcr.protocol.step import Step
+from dcr.runtime.rank_messages import Payload, decode_request
 
 
 class InjectedError(OSError):
@@ -114,6 +116,43 @@ class _InTheMiddle:
 
     def __exit__(self, *error: object) -> None:
         os.fsync = self._fsync
+
+
+class ReceiverWatch:
+    """Watches one receiver: its steps, the moments between two items that it writes, and what it is handed.
+
+    Args:
+        trigger: of the process.
+        index: which receiver.
+    """
+
+    def __init__(self, trigger: Trigger, index: int) -> None:
+        self._trigger = trigger
+        self._index = index
+        self._observe = trigger.observer("receiver", index)
+        self._watched: list[WatchedStorage] = []
+
+    def observe(self, step: Step) -> None:
+        """A step of the receiver's role."""
+        if step.action == "BeginWrite" and step.payload is not None:
+            for storage in self._watched:
+                storage.writing = (step.epoch, step.payload.sequence)
+        self._observe(step)
+
+    def storage(self, made: Storage) -> "WatchedStorage":
+        """What the receiver writes to."""
+        self._watched.append(WatchedStorage(made, self._trigger, self._index))
+        return self._watched[-1]
+
+    def handed(self, call: Callable[[bytes], list[bytes]], request: bytes) -> list[bytes]:
+        """Hand it a request; a payload comes twice where a scenario says so."""
+        answers = call(request)
+        decoded = decode_request(request)
+        if isinstance(decoded, Payload):
+            epoch = decoded.identity.epoch
+            if self._trigger.reached("receiver", self._index, "again", action="EndWrite", epoch=epoch) == "duplicate":
+                call(request)
+        return answers
 
 
 class WatchedStorage:

@@ -33,6 +33,7 @@ QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
             "kill coordinator before CAS of Commit",
             "kill owner[0] during manifest",
             "kill owner[0] at BeginFold",
+            "kill owner[0] at LoseBaseline",
             "replace the coordinator before its commit",
             "a payload comes twice",
         ),
@@ -47,7 +48,10 @@ QUICK: tuple[tuple[Where, tuple[str, ...]], ...] = (
         ),
     ),
     (("file", "sqlite", "sync", 1, 0), ("the store's disk is full", "kill coordinator at Stop")),
-    (("relay", "sqlite", "sync", 1, 0), ("kill receiver[1] at BeginWrite", "partition engine[1]")),
+    (
+        ("relay", "sqlite", "sync", 1, 0),
+        ("kill receiver[1] at BeginWrite", "partition engine[1]", "partition relay[0] to relay[1] for 1 s"),
+    ),
     (
         ("s3", "etcd", "sync", 1, 0),
         ("kill store during the manifest", "kill etcd after a commit", "kill coordinator at Publish"),
@@ -95,11 +99,20 @@ def _grouped(chosen: Sequence[tuple[Choice, Case]], seed: int) -> Iterable[Scena
     number = itertools.count(1)
     for key, cases in sorted(groups.items(), key=repr):
         where, settings, _ = key
-        # A restore comes before a trainer's death: the dense push that may follow that is one to catch up from.
-        cases.sort(key=lambda case: not any(Point.parse(f.at).restore for f in case.faults))
+        cases.sort(key=_turn)
         for first in range(0, len(cases), IN_A_ROW_MAX):
             some = cases[first : first + IN_A_ROW_MAX]
             yield _scenario(f"matrix {next(number)}", where, some, settings, seed)
+
+
+def _turn(case: Case) -> int:
+    """A restore comes before a trainer's death: the dense push that may follow that is one to catch up from.
+
+    A baseline that is lost comes last: in the refit after it nothing can be restored or rolled back.
+    """
+    if any(Point.parse(f.at).restore for f in case.faults):
+        return 0
+    return 2 if case.faults[-1].do == "step_early" else 1
 
 
 def _scenario(

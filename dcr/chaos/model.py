@@ -2,24 +2,35 @@
 
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from dcr.protocol.errors import RefusedError
+from dcr.rollout.checkpoint import read_checkpoint
 
 _BF16 = torch.bfloat16
 _SPECIALS = (0x7FC1, 0x7F81, -0x8000, 0x7F80, -0x80, 0x0001)
 """BF16 bits: quiet and signalling NaN with payloads, -0.0, infinities, a denormal."""
 
 
+VLLM = "vllm"
+"""As an engine's model: an engine of vLLM, on the trainer's checkpoint."""
+CHECKPOINT = "checkpoint:"
+"""As a trainer's model, before the folder of a Hugging Face checkpoint: its tensors, under their own names."""
+
+
 def make(factory: str) -> nn.Module:
-    """A module from ``package.module:factory``.
+    """A module from ``package.module:factory``, or of a checkpoint's tensors from ``checkpoint:/folder``.
 
     Raises:
-        RefusedError: there is no such factory, or it makes no module; names it.
+        RefusedError: there is no such factory, or it makes no module, or no such checkpoint; names it.
     """
+    if factory.startswith(CHECKPOINT):
+        return Tensors(Path(factory.removeprefix(CHECKPOINT)))
     module, _, name = factory.partition(":")
     try:
         make_it = getattr(import_module(module), name)
@@ -40,6 +51,9 @@ def check(trainer: str, engine: str) -> None:
     Raises:
         RefusedError: a model cannot be made, or the engine's native loader does not take the trainer's state dict.
     """
+    if engine == VLLM:
+        _check_vllm(Path(trainer.removeprefix(CHECKPOINT)))
+        return
     weights = {name: t.detach().clone() for name, t in make(trainer).state_dict().items()}
     loader: Any = make(engine)
     if not callable(getattr(loader, "load_weights", None)):
@@ -50,6 +64,39 @@ def check(trainer: str, engine: str) -> None:
         raise RefusedError(
             f"model {engine!r}: its load_weights, given the tensors of {trainer!r}, raises {_told(e)}"
         ) from e
+
+
+def _check_vllm(checkpoint: Path) -> None:
+    if not (checkpoint / "config.json").is_file():
+        raise RefusedError(f"model.engine vllm: {checkpoint} has no config.json: name a Hugging Face checkpoint")
+    if find_spec("vllm") is None:
+        raise RefusedError("model.engine vllm: vLLM is not installed here: pip install vllm")
+
+
+class Tensors(nn.Module):
+    """A checkpoint's tensors under their own names: a module whose state dict is the checkpoint.
+
+    Args:
+        folder: of the checkpoint, in Hugging Face's layout.
+
+    Raises:
+        RefusedError: it is none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        for name, tensor in read_checkpoint(folder):
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+
+    def train_step(self, seed: int, rate: float) -> None:
+        """About this share of the elements gets another value, and each is one that text can be made with."""
+        change(self, seed, rate)
 
 
 def _told(error: Exception) -> str:
@@ -66,8 +113,19 @@ def train_step(model: nn.Module, seed: int, rate: float) -> None:
     if own is not None:
         own(seed, rate)
         return
+    change(model, seed, rate, special=True)
+
+
+def change(model: nn.Module, seed: int, rate: float, *, special: bool = False) -> None:
+    """Give about this share of the elements of every floating tensor another value; the same for the same seed.
+
+    Args:
+        model: whose.
+        seed: of which, and of the values.
+        rate: the share.
+        special: have NaNs, infinities, -0.0 and a denormal among the first BF16 tensor's.
+    """
     g = torch.Generator().manual_seed(seed)
-    special = True
     with torch.no_grad():
         for t in model.state_dict().values():
             if not t.is_floating_point() or not t.numel():

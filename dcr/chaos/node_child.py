@@ -2,26 +2,26 @@
 
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dcr.chaos.bits import combined, load, stored_bits, stored_bytes
 from dcr.chaos.child import Line
 from dcr.chaos.detour import channel_through, relay_through
-from dcr.chaos.hooks import WatchedStorage
+from dcr.chaos.hooks import ReceiverWatch
 from dcr.chaos.journal import REQUESTS
-from dcr.chaos.model import make
+from dcr.chaos.model import VLLM, make
 from dcr.chaos.trainer_child import resources
 from dcr.chaos.trigger import Trigger
-from dcr.data_plane.item import TensorSpec
 from dcr.protocol.step import Step
 from dcr.rollout.node import RolloutNode
 from dcr.rollout.torch.engine import TorchEngine
 from dcr.runtime import node_agent
-from dcr.runtime.rank_messages import Payload, decode_request
+
+if TYPE_CHECKING:
+    from dcr.chaos.vllm_engine import WatchedVllm
 
 REQUEST_PAUSE_S = 0.005
 LOOK_S = 0.02
@@ -41,35 +41,19 @@ class WatchedEngine(TorchEngine):
 
     def __init__(self, model: torch.nn.Module, checkpoint: Path, index: int, trigger: Trigger) -> None:
         self.index = index
-        self._trigger = trigger
-        self._watched: list[WatchedStorage] = []
-        self._again = False
-        observe = trigger.observer("receiver", index)
-
-        def watch(step: Step) -> None:
-            if step.action == "BeginWrite" and step.payload is not None:
-                for storage in self._watched:
-                    storage.writing = (step.epoch, step.payload.sequence)
-            observe(step)
-
-        super().__init__(model, name=f"engine-{index}", checkpoint=checkpoint, observe=watch, gate_wait_s=3600)
+        self._watch = ReceiverWatch(trigger, index)
+        super().__init__(
+            model, name=f"engine-{index}", checkpoint=checkpoint, observe=self._watch.observe, gate_wait_s=3600
+        )
         factory = self._rank._factory  # noqa: SLF001 - the rank's host offers no other place
-
-        def watched(specs: Sequence[TensorSpec]) -> WatchedStorage:
-            self._watched.append(WatchedStorage(factory(specs), trigger, index))
-            return self._watched[-1]
-
-        self._rank._factory = watched  # noqa: SLF001
+        self._rank._factory = lambda specs: self._watch.storage(factory(specs))  # noqa: SLF001
 
     def call_ranks(self, request: bytes) -> list[bytes]:
         """As ``TorchEngine``; a payload comes twice where a scenario says so."""
-        answers = super().call_ranks(request)
-        decoded = decode_request(request)
-        if isinstance(decoded, Payload):
-            epoch = decoded.identity.epoch
-            if self._trigger.reached("receiver", self.index, "again", action="EndWrite", epoch=epoch) == "duplicate":
-                super().call_ranks(request)
-        return answers
+        return self._watch.handed(super().call_ranks, request)
+
+    def answer(self) -> None:
+        """Nothing but the look at storage that every request is here."""
 
 
 def serve_node(line: Line) -> None:
@@ -83,9 +67,7 @@ def serve_node(line: Line) -> None:
         relay_through(config.relays)
     engines = {}
     for index in config.engines:
-        model = make(config.factory)
-        load(model, checkpoint)
-        engines[f"engine-{index}"] = WatchedEngine(model, checkpoint, index, line.trigger)
+        engines[f"engine-{index}"] = _engine(config.factory, checkpoint, index, line.trigger)
 
     def observe(step: Step) -> None:
         of[step.actor](step)
@@ -123,10 +105,21 @@ def serve_node(line: Line) -> None:
     line.serve(act)
 
 
-def _requests(engine: TorchEngine, index: int, trigger: Trigger, path: Path) -> None:
+def _engine(factory: str, checkpoint: Path, index: int, trigger: Trigger) -> "WatchedEngine | WatchedVllm":
+    if factory == VLLM:
+        from dcr.chaos.vllm_engine import WatchedVllm  # noqa: PLC0415 - only where a scenario wants vLLM
+
+        return WatchedVllm(checkpoint, index, trigger)
+    model = make(factory)
+    load(model, checkpoint)
+    return WatchedEngine(model, checkpoint, index, trigger)
+
+
+def _requests(engine: "WatchedEngine | WatchedVllm", index: int, trigger: Trigger, path: Path) -> None:
     """Answer requests for ever: each reads all of storage, and writes down what it saw."""
     with path.open("a") as out:
         while True:
+            engine.answer()
             with engine.request() as version:
                 trigger.reached("engine", index, "request", epoch=_NO_EPOCH)
                 digest = combined(stored_bits(engine.model))

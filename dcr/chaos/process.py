@@ -6,7 +6,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,12 +14,17 @@ from dcr.chaos.child import ChildConfig, run
 from dcr.chaos.journal import SUFFIX
 from dcr.protocol.errors import DcrError
 
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
 END_TIMEOUT_S = 30.0
 _LOG_TAIL = 2000
 
 _context = mp.get_context("forkserver")
 # The last two want packages that may not be there, and are then left out.
 _context.set_forkserver_preload(["dcr.chaos.preload", "dcr.delivery.s3", "dcr.delivery.relay.address"])
+
+_without_preload = mp.get_context("spawn")
 
 
 class ChildError(DcrError):
@@ -45,7 +50,8 @@ class Child:
         self.answers: dict[str, Any] = {}
         self.failure = ""
         self.pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=run, args=(msgspec.json.encode(config), theirs), daemon=True)
+        start = _without_preload.Process if config.vllm else _context.Process
+        self._process: BaseProcess = start(target=run, args=(msgspec.json.encode(config), theirs), daemon=True)
         self._process.start()  # the first one waits for the process that all are forked from
         assert self._process.pid is not None
         self.pid: int = self._process.pid

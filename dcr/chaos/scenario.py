@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dcr.chaos.model import CHECKPOINT, VLLM
 from dcr.chaos.point import Point, Who
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.settings import Settings
@@ -46,14 +47,18 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The user's own models, by ``package.module:factory``; each factory takes nothing and returns a torch module."""
 
     trainer: str = "dcr.chaos.model:policy"
-    """Its state dict is the checkpoint."""
+    """Its state dict is the checkpoint; or ``checkpoint:/folder``, the tensors of a Hugging Face checkpoint."""
     engine: str = "dcr.chaos.model:served"
-    """Has a native loader, ``load_weights``, for that checkpoint."""
+    """Has a native loader, ``load_weights``, for that checkpoint; or ``vllm``, which makes engines of vLLM on it."""
 
     def __post_init__(self) -> None:
-        for side in self.__struct_fields__:
-            if not _FACTORY.fullmatch(factory := getattr(self, side)):
-                raise ValueError(f"{side}: {factory!r} is not package.module:factory")
+        folder = self.trainer.startswith(f"{CHECKPOINT}/")
+        if not folder and not _FACTORY.fullmatch(self.trainer):
+            raise ValueError(f"trainer: {self.trainer!r} is neither package.module:factory nor {CHECKPOINT}/folder")
+        if self.engine == VLLM and not folder:
+            raise ValueError(f"engine: vllm starts from a checkpoint: give the trainer {CHECKPOINT}/folder")
+        if self.engine != VLLM and not _FACTORY.fullmatch(self.engine):
+            raise ValueError(f"engine: {self.engine!r} is neither package.module:factory nor {VLLM}")
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,6 +82,8 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         if self.nodes and (sum(self.nodes) != self.engines or min(self.nodes) < 1):
             held = sum(self.nodes)
             raise ValueError(f"nodes {list(self.nodes)}: they hold {held} engines, and engines is {self.engines}")
+        if self.model.engine == VLLM and max(self.nodes, default=1) > 1:
+            raise ValueError(f"nodes {list(self.nodes)}: an engine of vLLM has a node, and a process, of its own")
         _within("coordinators", self.coordinators, 0, COORDINATORS_MAX)
         if self.coordinators and self.control == "s3":
             raise ValueError("coordinators: none can stand by where control is s3, which keeps no leases")

@@ -67,11 +67,15 @@ class Strike:
 
 @dataclass
 class Totals:
-    """What a run did."""
+    """What a run did.
+
+    ``held_up_s`` is how long the harness itself stood still, seconds, with nothing to do but to wait for less.
+    """
 
     commits: int = 0
     kills: int = 0
     faults: int = 0
     retries: int = 0
     restarts: int = 0
+    held_up_s: float = 0.0
     began_s: float = field(default_factory=time.monotonic)

@@ -15,6 +15,8 @@ from dcr.chaos.strike import Strike, Totals
 PUMP_S = 0.1
 FOLLOW_S = 1.0
 """Between two looks at the history of K, of which a control plane keeps the last thousand writes."""
+_HELD_UP_S = 1.0
+"""A wait that ends so much too late was not ended by the machine in time."""
 
 
 class Supervisor:
@@ -130,7 +132,11 @@ class Supervisor:
             child.keep_going()
         by_pipe = {c.pipe: c for c in self._fleet.children if not c.pipe.closed and not c.gone}
         by_sentinel = {c.sentinel: c for c in by_pipe.values()}
+        waited_s = time.monotonic()
         ready = wait([*by_pipe, *by_sentinel], timeout_s)
+        late_s = time.monotonic() - waited_s - timeout_s
+        if late_s > _HELD_UP_S:
+            self._totals.held_up_s += late_s
         for pipe, child in by_pipe.items():
             while pipe in ready and not pipe.closed and pipe.poll():
                 message = child.receive()

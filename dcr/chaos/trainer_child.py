@@ -1,5 +1,6 @@
 """A training rank: takes deterministic steps, saves a checkpoint before each push, and pushes."""
 
+import shutil
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -63,7 +64,8 @@ def serve_trainer(line: Line) -> None:
             case "step":
                 train_step(model, order["seed"], order["rate"])
                 if config.number == 0:
-                    save(model, Path(order["checkpoint"]))
+                    folder = Path(order["checkpoint"])
+                    save(model, folder, folder.with_name("v0"))
             case "push":
                 return _push(line, refit, dense=order["dense"])
             case "abandon":
@@ -77,10 +79,19 @@ def serve_trainer(line: Line) -> None:
     line.serve(act)
 
 
-def save(model: torch.nn.Module, folder: Path) -> None:
-    """Write a checkpoint; it is whole, or not there."""
+def save(model: torch.nn.Module, folder: Path, beside: Path | None) -> None:
+    """Write a checkpoint; it is whole, or not there.
+
+    Args:
+        model: whose state dict it is.
+        folder: of the checkpoint.
+        beside: another checkpoint's, of which everything but the weights is taken along, such as its config.
+    """
     staged = folder.with_name(f".{folder.name}")
     staged.mkdir(parents=True, exist_ok=True)
+    for path in () if beside is None else beside.iterdir():
+        if path.is_file() and ".safetensors" not in path.name:
+            shutil.copy(path, staged)
     save_file({n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}, staged / CHECKPOINT)
     staged.rename(folder)
 

@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
         help="settings: a file with a JSON object, or one of them; may be repeated, and the last one counts",
     )
     parser.add_argument(
-        "--name", default="", metavar="NAME", help="begins the names under which it leads (coordinator-HOST)"
+        "--name", default=None, metavar="NAME", help="begins the names under which it leads (coordinator-HOST)"
     )
     parser.add_argument(
         "--event-log", default=None, metavar="PLACE", help="setting event_log: beside, off, or a folder"
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.runtime.standby import CoordinatorFailedError, Standby  # noqa: PLC0415 - it takes a second to import
 
     settings = _settings([*options.settings, *([f"event_log={options.event_log}"] if options.event_log else [])])
-    name = options.name or f"coordinator-{socket.gethostname()}"
+    name = f"coordinator-{socket.gethostname()}" if options.name is None else options.name
     check_text("name", name, 100)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with ExitStack() as opened:

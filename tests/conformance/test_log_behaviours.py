@@ -265,6 +265,31 @@ def test_a_seal_that_got_to_some_only_was_delivered_to_those(logs):
     assert found.ok, found
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("engines", [("a", "b"), ("a",)])
+def test_a_seal_whose_owner_had_the_next_order_first_was_delivered(logs, engines):
+    """The second attempt's order overtakes the word that the first one's manifest is in the store."""
+    leader, owner = logs.path("coordinator"), logs.path("owner")
+    logs.write(leader, logs.read(leader)[: logs.find(leader, "Commit", 3)])
+    events, at = logs.read(owner), logs.find(owner, "Seal", 3)
+    logs.write(owner, events[:at])
+    opened = logs.read(leader)[logs.find(leader, "OpenAttempt", 3)]
+    k = opened["step"]["record"]
+    again = {**k, "epoch": k["epoch"] + 1, "open": {**k["open"], "attempts": 2, "kind": "absolute"}}
+    failed = {"actor": opened["name"], "action": "AttemptFailed", "epoch": k["epoch"], "detail": "time-out"}
+    step = {**opened["step"], "epoch": again["epoch"], "record": again, "operation_id": "again"}
+    step["revision"] = opened["step"]["revision"] + 1
+    logs.write(leader, [*logs.read(leader), {**opened, "step": failed}, {**opened, "step": step}])
+    emit = next(e for e in reversed(events[:at]) if e["step"]["action"] == "Emit")
+    logs.write(owner, [*events[:at], {**emit, "step": {**emit["step"], "epoch": again["epoch"]}}])
+    for name in ("a", "b"):
+        rank, node = logs.path("rank", name), logs.path("node", name)
+        logs.write(rank, logs.read(rank)[: logs.find(rank, "DeliverManifest", 3) + (name in engines)])
+        logs.write(node, logs.read(node)[: logs.find(node, "Prepare", 3) + 1])
+    found = logs.validate()
+    assert found.ok, found
+
+
 # ---------------------------------------------------------------- files
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def chaos(folder, *arguments, timeout_s):
+def chaos(folder, *arguments, timeout_s, cwd=ROOT):
     """The exit status, the JSON of the last line, and all that was printed."""
     command = [sys.executable, "-m", "dcr.cli.main", "chaos", *map(str, arguments), "--folder", str(folder), "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
     print(done.stdout)  # runs, kills, retries and bytes compared, for whoever runs the tests with -s or sees them fail
     *_, last = done.stdout.splitlines() or [done.stderr]
     return done.returncode, json.loads(last), done.stdout + done.stderr

@@ -46,52 +46,28 @@ def test_a_soak(tmp_path, gate):
     assert report["in_a_row"]["equal"]
 
 
-OWN = """
-import torch
-
-class Trained(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.arange(600.0).reshape(20, 30), requires_grad=False)
-
-    def train_step(self, seed, rate):
-        self.w += seed
-
-class Served(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(30, 20, dtype=torch.bfloat16), requires_grad=False)
-
-    def load_weights(self, weights):
-        with torch.no_grad():
-            for _, w in weights:
-                self.w.copy_(w.t())
-        return {"w"}
-"""
-
-SCENARIO = """
-name: my models
-deployment:
-  engines: 2
-  nodes: [2]
-  model: {trainer: "own_models:Trained", engine: "own_models:Served"}
-faults:
-  - at: receiver[1] at EndWrite in refit 2
-"""
+OWN = ROOT / "examples" / "chaos"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_scenario_with_own_models(tmp_path, monkeypatch):
-    (tmp_path / "own_models.py").write_text(OWN)
-    (tmp_path / "s.yaml").write_text(SCENARIO)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    status, report, said = chaos(tmp_path / "left", "run", tmp_path / "s.yaml", "--no-logs", timeout_s=200)
+def test_a_scenario_with_own_models_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{OWN}:{ROOT}")
+    status, report, said = chaos(tmp_path / "left", "run", OWN / "own_models.yaml", timeout_s=200, cwd=tmp_path)
     assert status == 0, said
     (run,) = report["runs"]
     assert (run["kills"], run["commits"], run["restarts"]) == (1, 2, 1)
-    assert run["bytes_compared"] == 2 * 2 * 30 * 20 * 2  # refits, engines, elements, bytes
-    assert json.loads((Path(run["folder"]) / "report.json").read_text())["name"] == "my models"
+    assert run["bytes_compared"] == 2 * 2 * 24 * 80 * 2  # refits, engines, elements, bytes
+    assert run["logs"].startswith("a behaviour of the specification")
+    kept = json.loads((Path(run["folder"]) / "report.json").read_text())
+    assert kept["name"] == "an engine with models of your own dies in the middle of its writes"
+
+
+SCENARIO = """
+name: no models
+deployment:
+  model: {trainer: "own_models:Trained", engine: "own_models:Served"}
+"""
 
 
 def test_a_model_that_cannot_be_made_is_refused(tmp_path):

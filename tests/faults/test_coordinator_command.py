@@ -170,7 +170,15 @@ def test_a_leader_that_fails_by_itself_ends_and_gives_the_lease_back(tmp_path):
     ],
 )
 def test_bad_settings_are_refused_by_name(tmp_path, capsys, settings, said):
+    refused_beforehand(tmp_path, capsys, ["--settings", settings], said)
+
+
+def test_an_empty_name_is_refused(tmp_path, capsys):
+    refused_beforehand(tmp_path, capsys, ["--name", ""], "name must be 1 to 100 printable characters, not ''")
+
+
+def refused_beforehand(tmp_path, capsys, given, said):
     places = ["--control", f"sqlite://{tmp_path}/record.db", "--delivery", f"file://{tmp_path}/payloads"]
-    assert main(["coordinator", *places, "--settings", settings]) == 3
+    assert main(["coordinator", *places, *given]) == 3
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -2,9 +2,7 @@
 
 from itertools import combinations, product
 
-import msgspec
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +10,6 @@ from dcr.chaos.cases import BUCKET_TOO, CASES, CONTROLS, COORDINATORS, GATES, TR
 from dcr.chaos.matrix import QUICK, full_matrix, quick_matrix
 from dcr.chaos.pairwise import cover
 from dcr.chaos.point import ACTIONS, WHERE_ROLES, WRITES, Who
-from dcr.chaos.scenario_file import parse_scenario
 
 PEER_TIMEOUT_S = 3.0
 """Of the relay in scenarios: a peer that says nothing for longer is lost."""
@@ -59,9 +56,14 @@ def test_every_link_of_the_relay_and_every_process_is_cut_off_for_a_moment_and_p
     assert roles == {"engine", "owner", "store", "etcd"}
 
 
-def test_whatever_is_shipped_is_a_scenario_that_a_file_can_have():
-    for scenario in full_matrix():
-        assert parse_scenario(yaml.safe_dump(msgspec.to_builtins(scenario)).encode()) == scenario
+def test_nothing_is_struck_in_the_refit_after_a_baseline_was_lost():
+    last = [(s, f) for s in full_matrix() for f in s.faults if f.do == "step_early"]
+    left = [(s, f) for s, f in last if f is s.faults[-1]]
+    assert left
+    for scenario, fault in last:
+        after = [f.point for f in scenario.faults if f.point.refit == fault.point.refit + 1]
+        died = any(f.do == "kill" and f.point.refit == fault.point.refit for f in scenario.faults)
+        assert died or not after, scenario.name
 
 
 def test_every_case_is_combined_with_every_setting_that_it_can_have():

@@ -3,6 +3,7 @@
 import socket
 import socketserver
 import threading
+import time
 
 import pytest
 
@@ -52,6 +53,26 @@ def test_nothing_passes_while_it_is_cut_and_all_does_before_and_after(proxied):
         s.settimeout(5)
         s.sendall(b"four\n")
         assert s.recv(10) == b"four\n"
+
+
+def test_it_counts_what_a_cut_held_back_and_nothing_else(proxied):
+    with connect(proxied) as s:
+        s.sendall(b"one\n")
+        assert s.recv(10) == b"one\n"
+        proxied.cut()
+        proxied.heal()
+        assert proxied.held == 0
+    with connect(proxied) as s:
+        s.settimeout(5)
+        s.sendall(b"two\n")
+        assert s.recv(10) == b"two\n"
+        proxied.cut()
+        s.sendall(b"three\n")
+        deadline = time.monotonic() + 5
+        while not proxied.held and time.monotonic() < deadline:
+            time.sleep(0.01)
+        proxied.heal()
+        assert proxied.held == 1
 
 
 def test_nobody_there_is_a_connection_that_ends():

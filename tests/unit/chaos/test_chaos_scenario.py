@@ -105,6 +105,13 @@ def test_a_scenario_is_read():
         ("payload 2 in attempt 2", "payload 2 #3", r"line 10: # begins a comment in YAML"),
         ("name: two engines", "name: '  '", r"name: 1 to 100 printable characters, and not only blanks"),
         ("name: two engines", "name: a\nseed: 9999999999", r"seed: 9999999999 is not from 0"),
+        ("gate: async", "model: {engine: vllm}", r"engine: vllm starts from a checkpoint: .*checkpoint:/folder"),
+        (
+            "gate: async",
+            "model: {engine: vllm, trainer: 'checkpoint:/x'}",
+            r"an engine of vLLM has a node, and",
+        ),
+        ("gate: async", "model: {trainer: 'checkpoint:x/y'}", r"trainer: 'checkpoint:x/y' is neither"),
         ("engines: 3", "engines: [3]", r"Expected a whole number, got a list - at `\$.deployment.engines`"),
         ("who: store, do: fill, for_s: 1.5", "who: etcd, do: kill", r"control is sqlite, there is no etcd"),
         ("gate: async", "transport: relay\n  control: s3", r"a disk is filled where transport is file, not relay"),

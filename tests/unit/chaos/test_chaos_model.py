@@ -1,0 +1,52 @@
+"""The models of a scenario: a user's own, a checkpoint's tensors, and what is no model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcr.chaos.model import check, make, train_step
+from dcr.protocol.errors import RefusedError
+
+OWN = Path(__file__).parents[3] / "examples" / "chaos"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "said"),
+    [
+        ("none:Trained", "own_models:Served", "'none:Trained'.*No module named 'none'.*PYTHONPATH"),
+        ("own_models:Trained", "own_models:Trained", "no load_weights"),
+        ("own_models:Trained", "own_models:Other", "own_models:Other.*no attribute 'Other'"),
+        ("dcr.chaos.model:policy", "own_models:Served", "load_weights, given the tensors of .*KeyError: 'embed'"),
+        ("checkpoint:/not/there", "vllm", "/not/there"),
+    ],
+)
+def test_models_that_cannot_be_run_are_refused_before_anything_is_started(monkeypatch, trainer, engine, said):
+    monkeypatch.syspath_prepend(OWN)
+    with pytest.raises(RefusedError, match=said):
+        check(trainer, engine)
+
+
+def test_the_example_is_what_it_says(monkeypatch):
+    monkeypatch.syspath_prepend(OWN)
+    check("own_models:Trained", "own_models:Served")
+
+
+def test_a_checkpoint_is_a_model_whose_step_is_that_of_its_seed(tmp_path):
+    tensors = {"a.b.weight": torch.randn(40, 30).to(torch.bfloat16), "a.scale": torch.randn(7), "n": torch.arange(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    one, two = (make(f"checkpoint:{tmp_path}") for _ in range(2))
+    assert {n: t.dtype for n, t in one.state_dict().items()} == {n: t.dtype for n, t in tensors.items()}
+    assert all(torch.equal(t, tensors[n]) for n, t in one.state_dict().items())
+    train_step(one, 3, 0.5)
+    train_step(two, 3, 0.5)
+    assert all(torch.equal(t, two.state_dict()[n]) for n, t in one.state_dict().items())
+    changed = (one.state_dict()["a.b.weight"] != tensors["a.b.weight"]).float().mean()
+    assert 0.2 < changed < 0.6
+    assert torch.isfinite(one.state_dict()["a.b.weight"]).all()
+
+
+def test_an_engine_of_vllm_wants_a_checkpoint_of_hugging_face(tmp_path):
+    with pytest.raises(RefusedError, match=r"has no config\.json"):
+        check(f"checkpoint:{tmp_path}", "vllm")
