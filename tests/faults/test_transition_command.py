@@ -255,6 +255,31 @@ def test_after_a_take_over_it_shows_whom_the_next_attempt_waits_for_and_what_is_
     assert (status, out[1:]) == (0, ["  open      no transition", "  pushing   nobody"])
 
 
+@pytest.mark.long
+def test_a_rollback_after_a_take_over_waits_for_the_engines_that_are_on_their_way(fleet_with, capsys):
+    """None of them is left out of it, and none has to be restored."""
+    fleet = fleet_with({"rejoin_timeout_s": 60.0}, point=Point("step", "OrderOpenApply"))
+    engines = [fleet.engine("a"), fleet.engine("b")]
+    for e in engines:
+        fleet.check(e)
+    fleet.standby("another")
+    spoke = engines[1].node._agents["b"]._spoke
+    resolve, spoke._resolve = spoke._resolve, lambda: None
+    fleet.step()
+    push = Push(fleet)
+    waits = "  waits for a push waits; engines not connected again since the last leader: b"
+    fleet.wait(lambda: fleet.record().leader.startswith("another") and waits in shown(fleet, capsys)[1])
+    assert Operator(fleet, capsys)("roll-back")[0] == 0
+    stays(fleet)
+    spoke._resolve = resolve
+    push.end()
+    assert "was rolled back to version 0" in push.error
+    assert [m.engine for m in fleet.record().committed.members] == ["a", "b"]
+    for e in engines:
+        fleet.check(e)
+    assert "OpenRestore" not in {h.reason for h in fleet.history()}
+
+
 def test_without_a_leader_it_shows_the_record_and_says_what_is_not_known(fleet_of, capsys):
     fleet = fleet_of(attempts_max=1)
     fleet.check(fleet.engine("a"))
