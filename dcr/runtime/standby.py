@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -138,7 +139,7 @@ class Standby:
         else:
             self._tell(
                 f"waits for the lease of {current.holder}, which has not renewed it for more than half of its "
-                f"{current.lease_s:.0f} s, to end, as it does in at most {current.lease_s / 2:.0f} s"
+                f"{current.lease_s:.0f} s, to end, as it does in at most {math.ceil(current.lease_s / 2)} s"
             )
 
     def _lead(self, asked: Roster, lease: Lease) -> None:
