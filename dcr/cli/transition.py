@@ -6,11 +6,14 @@ from typing import Any
 import msgspec
 
 from dcr.cli.record_options import add_channel, add_control, add_record_id
-from dcr.cli.report import say
+from dcr.cli.report import UndecidedError, say
 from dcr.control_plane.address import open_existing
+from dcr.control_plane.interface import ControlPlane
+from dcr.control_plane.lease import Lease
+from dcr.protocol.leader import Phase
 from dcr.protocol.messages import Intervened, Intervention
-from dcr.protocol.record import Direction, OpenTransition
-from dcr.runtime.operator import intervene
+from dcr.protocol.record import Direction, OpenTransition, decode_record
+from dcr.runtime.operator import OperatorError, intervene
 from dcr.runtime.secret_path import run_secret
 
 _DESCRIPTION = """\
@@ -20,7 +23,8 @@ attempts_max attempts have failed.  Clean engines serve the committed version me
   dcr transition show --control sqlite:///tmp/run/record.db
   dcr transition resume --control sqlite:///tmp/run/record.db
 
-show       what is open, what the leader waits for, whose push waits, and why attempts failed
+show       what is open, what the leader waits for, whose push waits, and why attempts failed; where no leader answers,
+           what the record alone says, and what is not known
 resume     attempts_max more attempts, with the weights of the push that waits (setting stopped_push = wait); where none
            does, push() in the trainer resumes, with the same weights
 dense      the same, and every element is sent; where no push waits, the next one sends every element
@@ -29,8 +33,8 @@ roll-back  the same in place, without a restore, also while attempts are under w
 
 A push that waits ends with an error that says so after abandon and roll-back.
 
-Exit status: 0 shown, or ordered; 1 it makes no sense as things stand, and nothing was changed; 3 nobody could be
-asked."""
+Exit status: 0 shown, or ordered; 1 it makes no sense as things stand, and nothing was changed; 3 no leader answered:
+nothing was ordered, and what was shown is from the record alone."""
 
 _HELP = {
     Intervention.SHOW: "how it stands",
@@ -77,42 +81,84 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     what = Intervention(options.what)
     control = open_existing(options.control)
     try:
-        answer = intervene(
+        answer = _asked(control, options, what)
+        lease = None if answer.leader else control.leader(options.record_id)
+    finally:
+        control.close()
+    _show(answer, lease)
+    if not answer.leader:
+        raise UndecidedError(answer.refused, {"what": what.value, **_plain(answer)})
+    if answer.refused:
+        say(f"refused: {answer.refused}")
+    elif what in _ORDERED:
+        say(_ORDERED[what])
+    return {"ok": not answer.refused, "what": what.value, **_plain(answer)}
+
+
+def _asked(control: ControlPlane, options: argparse.Namespace, what: Intervention) -> Intervened:
+    """The leader's answer; where none answers, to ``show``, what the record alone says, from no leader."""
+    record_id = options.record_id
+    try:
+        return intervene(
             control,
-            options.record_id,
+            record_id,
             run_secret(options.control),
             what,
             channel=options.channel,
             connect_s=options.timeout_s,
             answer_s=options.timeout_s,
         )
-    finally:
-        control.close()
-    _show(answer)
-    if answer.refused:
-        say(f"refused: {answer.refused}")
-    elif what in _ORDERED:
-        say(_ORDERED[what])
+    except OperatorError as e:
+        stored = control.read(record_id) if what is Intervention.SHOW else None
+        if stored is None:
+            raise
+        return Intervened(record_id, "", decode_record(stored.body), "", "", (), (), str(e))
+
+
+def _plain(answer: Intervened) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(answer)
     plain.pop("type")
-    return {"ok": not answer.refused, "what": what.value, **plain}
+    return plain
 
 
-def _show(answer: Intervened) -> None:
+def _show(answer: Intervened, lease: Lease | None) -> None:
     k = answer.record
+    if not answer.leader:
+        leader = "nobody leads" if lease is None else f"{lease.holder} holds the lease, and does not answer"
+    else:
+        leader = f"led by {answer.leader}"
     if k is None:
         say(f"record {answer.record_id}: {answer.leader} has not taken it over yet")
     else:
-        say(f"record {k.record_id}: version {k.version}, epoch {k.epoch}, led by {answer.leader} ({answer.phase})")
-        say(f"  open      {'no transition' if k.open is None else _open(k.open)}")
-    say(f"  pushing   {', '.join(answer.waiting) or 'nobody'}")
+        say(f"record {k.record_id}: version {k.version}, epoch {k.epoch}, {leader}")
+        say(f"  open      {'no transition' if k.open is None else _open(k.open, answer.phase)}")
+    if not answer.leader:
+        say("  not known who pushes, what is waited for, and why attempts failed: only the leader knows")
+        return
+    nobody = "not known before every rank is connected" if answer.phase == Phase.STARTING else "nobody"
+    say(f"  pushing   {', '.join(answer.waiting) or nobody}")
     if answer.waits_for:
         say(f"  waits for {answer.waits_for}")
     for failure in answer.failures:
         say(f"  failed    {failure}")
+    if k is not None and k.open is not None and not answer.failures and _failed(k.open, answer.phase):
+        say("  failed    not known why: the coordinator that ran those attempts is gone; its log has it")
 
 
-def _open(tr: OpenTransition) -> str:
+def _failed(tr: OpenTransition, phase: str) -> int:
+    """How many of its attempts are over."""
+    return tr.attempts - (phase == Phase.ATTEMPT)
+
+
+_UNDER_WAY = {
+    Phase.ATTEMPT: "under way",
+    Phase.WRITING: "the record is being written",
+    "": "under way or not, only the leader knows",
+}
+
+
+def _open(tr: OpenTransition, phase: str) -> str:
     way = "back from" if tr.direction is Direction.BACK else "to"
     tries = "1 attempt" if tr.attempts == 1 else f"{tr.attempts} attempts"
-    return f"{way} version {tr.target}, {tries}, {'stopped' if tr.stopped else f'{tr.kind.value}, under way'}"
+    last = f"the last one {tr.kind.value}, {_UNDER_WAY.get(phase, 'none under way now')}"
+    return f"{way} version {tr.target}, {tries}, {'stopped' if tr.stopped else last}"

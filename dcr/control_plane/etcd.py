@@ -181,6 +181,11 @@ class EtcdControlPlane:
         (found,) = self._read("looking up the lease", [_range(keys.leader)])
         return _lease(found, keys)
 
+    def lease_left_s(self, lease: Lease) -> float:
+        """See ControlPlane; etcd tells whole seconds."""
+        answer = self._requests.ask("asking how long the lease lasts", "lease/timetolive", {"ID": str(lease.handle)})
+        return max(0.0, float(answer.get("TTL", 0)))
+
     def _revoke(self, number: int) -> None:
         try:
             self._requests.ask("releasing the lease", "lease/revoke", {"ID": str(number)})

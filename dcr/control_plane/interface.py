@@ -104,9 +104,10 @@ class ControlPlane(Protocol):
     arguments beyond the bounds of ControlPlaneSettings or of ``check_text``.
 
     Attributes:
-        leases: whether it keeps leases.  Where it does not, ``acquire``, ``renew``, ``release`` and a write that names
-            a lease raise NoLeasesError, ``leader`` is always None, and something else must guarantee that one
-            coordinator runs.  A second one tears nothing, for it writes by compare-and-set too: it overtakes the first.
+        leases: whether it keeps leases.  Where it does not, ``acquire``, ``renew``, ``release``, ``lease_left_s`` and a
+            write that names a lease raise NoLeasesError, ``leader`` is always None, and something else must guarantee
+            that one coordinator runs.  A second one tears nothing, for it writes by compare-and-set too: it overtakes
+            the first.
     """
 
     leases: bool
@@ -196,6 +197,14 @@ class ControlPlane(Protocol):
 
     def leader(self, record_id: str) -> Lease | None:
         """The lease that is the record's now, or None."""
+        ...
+
+    def lease_left_s(self, lease: Lease) -> float:
+        """Seconds until the lease ends if it is not renewed, as of now; 0 if it has ended.
+
+        Raises:
+            NoLeasesError: no leases are kept here.
+        """
         ...
 
     def register(self, record_id: str, kind: str, name: str, value: bytes) -> None:

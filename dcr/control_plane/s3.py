@@ -168,6 +168,10 @@ class S3ControlPlane:
         check_text("record id", record_id)
         return None
 
+    def lease_left_s(self, lease: Lease) -> float:
+        """See ControlPlane."""
+        raise self._no_leases(lease.record_id)
+
     # ------------------------------------------------------------ the registry
 
     def register(self, record_id: str, kind: str, name: str, value: bytes) -> None:

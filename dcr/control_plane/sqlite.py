@@ -26,7 +26,7 @@ from dcr.control_plane.interface import (
 )
 from dcr.control_plane.lease import Lease, check_lease_of, check_lease_s
 from dcr.control_plane.sqlite_file import check_file, create_file
-from dcr.control_plane.sqlite_lease import check_held, current_lease, end, grant, prolong
+from dcr.control_plane.sqlite_lease import check_held, current_lease, end, grant, left_s, prolong
 from dcr.protocol.errors import RefusedError
 
 _ADVICE = (
@@ -173,6 +173,11 @@ class SqliteControlPlane:
         check_text("record id", record_id)
         with self._connected("looking up the lease") as connection:
             return current_lease(connection, record_id)
+
+    def lease_left_s(self, lease: Lease) -> float:
+        """See ControlPlane."""
+        with self._connected("asking how long the lease lasts") as connection:
+            return left_s(connection, lease)
 
     def register(self, record_id: str, kind: str, name: str, value: bytes) -> None:
         """See ControlPlane."""

@@ -29,6 +29,15 @@ def current_lease(connection: sqlite3.Connection, record_id: str) -> Lease | Non
     return None if row is None else Lease(record_id, *row)
 
 
+def left_s(connection: sqlite3.Connection, lease: Lease) -> float:
+    """See ``ControlPlane.lease_left_s``."""
+    row = connection.execute(
+        "SELECT ends_s FROM lease WHERE record_id = ? AND token = ? AND boot = ?",
+        (lease.record_id, lease.token, _boot()),
+    ).fetchone()
+    return 0.0 if row is None else max(0.0, float(row[0]) - _now_s())
+
+
 def grant(connection: sqlite3.Connection, record_id: str, holder: str, lease_s: float, replaces: int | None) -> Lease:
     """See ``ControlPlane.acquire``; within a write transaction, as all below."""
     current = current_lease(connection, record_id)

@@ -107,7 +107,9 @@ class Leadership:
 def why_lost(error: LeadershipLostError) -> str:
     """Why a leader whose lease is not the record's any more leads no more, and what to do."""
     if error.current is None:
-        return f"{error}; the control plane was not reached for that long: start the trainer again"
+        return (
+            f"{error}; the control plane was not reached for that long: start a trainer with its own coordinator again"
+        )
     now = error.current
     return (
         f"another coordinator ({now.holder}) leads record {now.record_id!r}; if that is another trainer's, stop one of "

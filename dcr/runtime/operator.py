@@ -23,6 +23,7 @@ from dcr.protocol.messages import (
 )
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.channel_address import ChannelAddress
+from dcr.runtime.leader_wait import why_unled
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 
@@ -136,7 +137,7 @@ def _asking(
         except ChannelTimeoutError as e:
             raise OperatorError(
                 f"no leader of record {record_id!r} could be reached in {connect_s:g} s: is its trainer running, or "
-                f"a dcr coordinator? `dcr record show` needs neither ({e})"
+                f"a dcr coordinator? `dcr record show` needs neither ({e}; {why_unled(control, record_id)})"
             ) from e
         spoke.send(encode_message(question))
         yield leader

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -13,10 +14,13 @@ from dcr.protocol.errors import DcrError, RefusedError
 from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.eligibility import Eligibility
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.progress_log import ProgressLog
 from dcr.runtime.roster import Roster, roster
 from dcr.runtime.settings import Settings
 
 _log = logging.getLogger("dcr.coordinator")
+_AGAIN_S, _AGAIN_S_MAX = 10.0, 600.0
+"""A wait is told of again after so many seconds; then each pause is twice the one before, up to the second number."""
 
 
 class CoordinatorFailedError(DcrError):
@@ -37,7 +41,7 @@ class Standby:
     settings, delivery or secret are others than its own (``Eligibility``): that one may be started again, or another
     coordinator lead it.  To lose the lease is what standbys are for, so it waits again; what the record or the protocol
     does not allow would not be otherwise the next time, so that ends it by name.  Each wait is told in the log
-    ``dcr.coordinator``, and lasts until ``stop``.
+    ``dcr.coordinator``, now and then again, and lasts until ``stop``.
 
     Args:
         record_id: the record to lead.
@@ -75,6 +79,7 @@ class Standby:
         )
         self._stop = threading.Event()
         self._told = ""
+        self._due = self._pause = 0.0
         self.terms = 0
         """How often it has led."""
 
@@ -114,7 +119,7 @@ class Standby:
                 return None
             current = self._control.leader(self._record_id)
             if current is not None:
-                self._tell(f"stands by: {current.holder} leads record {self._record_id!r}, with token {current.token}")
+                self._stand_by(current)
                 return None
             leader = f"{self._name}-{time.time_ns():x}-{secrets.token_hex(4)}"
             lease = self._control.acquire(self._record_id, leader, self._settings.leader_lease_s)
@@ -125,19 +130,37 @@ class Standby:
             return None
         return asked, lease  # if another trainer asks by now, the leader finds that out first of all
 
+    def _stand_by(self, current: Lease) -> None:
+        """Somebody else leads, and shows it by renewing the lease three times while it lasts."""
+        if self._control.lease_left_s(current) >= current.lease_s / 2:
+            self._tell(
+                f"stands by: {current.holder} leads record {self._record_id!r}, with token {current.token}", again=False
+            )
+        else:
+            self._tell(
+                f"waits for the lease of {current.holder}, which has not renewed it for more than half of its "
+                f"{current.lease_s:.0f} s, to end, as it does in at most {math.ceil(current.lease_s / 2)} s"
+            )
+
     def _lead(self, asked: Roster, lease: Lease) -> None:
         self._tell(f"leads record {self._record_id!r} as {lease.holder}, for {', '.join(asked.names)}")
         host = self._host(asked, lease)
         if host is None:
             return
         self.terms += 1
+        progress = ProgressLog(_log, "dcr-progress", lambda: self._waits(host))
         try:
             while not host.ended.wait(self._settings.record_poll_s) and not self._stop.is_set():
                 pass
         finally:
+            progress.close()
             host.close()
         if host.failure and not host.lost:
             raise CoordinatorFailedError(f"coordinator {lease.holder} failed: {host.failure}")
+
+    @staticmethod
+    def _waits(host: CoordinatorHost) -> dict[str, str]:
+        return {"fleet": f"coordinator, {host.status}"} if host.status.waits_for else {}
 
     def _host(self, asked: Roster, lease: Lease) -> CoordinatorHost | None:
         """A leader; None if what it needs is away, so that another one may be luckier."""
@@ -162,8 +185,15 @@ class Standby:
             self._tell(f"could not begin to lead record {self._record_id!r}: {e}")
             return None
 
-    def _tell(self, what: str, level: int = logging.INFO) -> None:
-        """Say what it does, once: it looks again and again."""
+    def _tell(self, what: str, level: int = logging.INFO, *, again: bool = True) -> None:
+        """Say what it does when that changes; of a wait, which nobody else may know of, also now and then."""
+        now = time.monotonic()
         if what != self._told:
-            self._told = what
+            self._told, self._pause = what, _AGAIN_S
             _log.log(level, "coordinator %s %s", self._name, what)
+        elif again and now >= self._due:
+            self._pause = min(2 * self._pause, _AGAIN_S_MAX)
+            _log.log(level, "coordinator %s still %s", self._name, what)
+        else:
+            return
+        self._due = now + self._pause

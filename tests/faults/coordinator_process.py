@@ -5,11 +5,13 @@ import os
 import signal
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dcr.control_plane.address import open_control_plane
+from dcr.control_plane.interface import ControlPlane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.sealed import SealedDelivery
 from dcr.protocol.step import Step
@@ -74,10 +76,15 @@ class CoordinatorProcess:
 
 
 class _Ends:
-    """Sends this process its signal at the point."""
+    """Sends this process its signal at the point.
 
-    def __init__(self, point: Point | None) -> None:
+    A process that is stopped in the middle of a transaction keeps SQLite's file locked for all others.  That is no part
+    of what is tried: no other thread of it, such as the one that renews the lease, is in one then.
+    """
+
+    def __init__(self, point: Point | None, control: ControlPlane) -> None:
         self._point = point
+        self._between: AbstractContextManager[Any] = getattr(control, "_lock", nullcontext())
         self._left = 0 if point is None else point.count
 
     def reached(self, where: str, action: str) -> None:
@@ -86,13 +93,14 @@ class _Ends:
             return
         self._left -= 1
         if self._left == 0:
-            os.kill(os.getpid(), p.with_signal)
+            with self._between:
+                os.kill(os.getpid(), p.with_signal)
 
 
 def _stand_by(name: str, addresses: dict[str, Any], point: Point | None, log: Path) -> None:
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    ends = _Ends(point)
     control = open_control_plane(addresses["control"])
+    ends = _Ends(point, control)
     write = control.compare_and_set
 
     def compare_and_set(*args: Any, **kwargs: Any) -> Any:

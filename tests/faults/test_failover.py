@@ -31,7 +31,20 @@ POINTS = {
     ],
 )
 def test_a_standby_ends_the_push_whose_leader_was_killed(fleet_with, point):
-    fleet = fleet_with(point=point)
+    outlives_its_leader(fleet_with(point=point))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "point",
+    [("after", "OpenAttempt"), ("step", "OrderOpenApply"), ("before", "Commit"), ("after", "Commit")],
+    ids="-".join,
+)
+def test_the_same_where_engines_serve_on_until_all_is_staged(fleet_with, point):
+    outlives_its_leader(fleet_with({"gate_mode": "async"}, point=Point(*point)))
+
+
+def outlives_its_leader(fleet):
     engines = [fleet.engine("a"), fleet.engine("b")]
     for e in engines:
         fleet.check(e)
@@ -40,6 +53,7 @@ def test_a_standby_ends_the_push_whose_leader_was_killed(fleet_with, point):
     report = fleet.push()
     assert report.members == ("a", "b")
     assert fleet.coordinators[0].wait_ended() == -signal.SIGKILL
+    fleet.coordinators[1].wait_said("waits for the lease of one-")
     for e in engines:
         fleet.check(e)
     assert fleet.record().leader.startswith("another-")

@@ -218,6 +218,91 @@ def test_an_order_that_comes_to_nothing_is_not_kept(fleet_with, capsys):
     push.end()
 
 
+def shown(fleet, capsys, *more):
+    """Exit status, and what `show` prints for people."""
+    capsys.readouterr()
+    status = main(["transition", "show", "--control", fleet.addresses["control"], *more])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_after_a_take_over_it_shows_whom_the_next_attempt_waits_for_and_what_is_not_known(fleet_with, capsys):
+    fleet = fleet_with({"rejoin_timeout_s": 60.0}, point=Point("step", "OrderOpenApply"))
+    e = fleet.engine("a")
+    fleet.check(e)
+    fleet.standby("another")
+    spoke = e.node._agents["a"]._spoke
+    resolve, spoke._resolve = spoke._resolve, lambda: None  # it does not find the next leader
+    fleet.step()
+    push = Push(fleet)
+    fleet.wait(lambda: fleet.record().leader.startswith("another"))
+    waits = "  waits for a push waits; engines not connected again since the last leader: a"
+    fleet.wait(lambda: waits in shown(fleet, capsys)[1])
+    k = fleet.record()
+    assert shown(fleet, capsys) == (
+        0,
+        [
+            f"record default: version 0, epoch {k.epoch}, led by {k.leader}",
+            "  open      to version 1, 1 attempt, the last one relative, none under way now",
+            "  pushing   rank-0",
+            waits,
+            "  failed    not known why: the coordinator that ran those attempts is gone; its log has it",
+        ],
+    )
+    spoke._resolve = resolve
+    push.end()
+    fleet.check(e)
+    status, out = shown(fleet, capsys)
+    assert (status, out[1:]) == (0, ["  open      no transition", "  pushing   nobody"])
+
+
+@pytest.mark.long
+def test_a_rollback_after_a_take_over_waits_for_the_engines_that_are_on_their_way(fleet_with, capsys):
+    """None of them is left out of it, and none has to be restored."""
+    fleet = fleet_with({"rejoin_timeout_s": 60.0}, point=Point("step", "OrderOpenApply"))
+    engines = [fleet.engine("a"), fleet.engine("b")]
+    for e in engines:
+        fleet.check(e)
+    fleet.standby("another")
+    spoke = engines[1].node._agents["b"]._spoke
+    resolve, spoke._resolve = spoke._resolve, lambda: None
+    fleet.step()
+    push = Push(fleet)
+    waits = "  waits for a push waits; engines not connected again since the last leader: b"
+    fleet.wait(lambda: fleet.record().leader.startswith("another") and waits in shown(fleet, capsys)[1])
+    assert Operator(fleet, capsys)("roll-back")[0] == 0
+    stays(fleet)
+    spoke._resolve = resolve
+    push.end()
+    assert "was rolled back to version 0" in push.error
+    assert [m.engine for m in fleet.record().committed.members] == ["a", "b"]
+    for e in engines:
+        fleet.check(e)
+    assert "OpenRestore" not in {h.reason for h in fleet.history()}
+
+
+def test_without_a_leader_it_shows_the_record_and_says_what_is_not_known(fleet_of, capsys):
+    fleet = fleet_of(attempts_max=1)
+    fleet.check(fleet.engine("a"))
+    fleet.step()
+    fleet.once("OpenApply", lambda step: forge(fleet.objects(step.epoch)[-1], flip))
+    with pytest.raises(PushError, match="the transition stopped"):
+        fleet.push()
+    epoch = fleet.record().epoch
+    fleet.refit.close()
+    assert shown(fleet, capsys, "--timeout-s", "0.3") == (
+        3,
+        [
+            f"record default: version 0, epoch {epoch}, nobody leads",
+            "  open      to version 1, 1 attempt, stopped",
+            "  not known who pushes, what is waited for, and why attempts failed: only the leader knows",
+        ],
+    )
+    assert main(["transition", "show", "--control", fleet.addresses["control"], "--timeout-s", "0.3", "--json"]) == 3
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["ok"], said["leader"], said["record"]["open"]["stopped"]) == (False, "", True)
+    assert "no leader of record 'default' could be reached in 0.3 s" in said["error"]
+
+
 def test_nobody_leads(tmp_path, capsys):
     fleet = Fleet(tmp_path)
     fleet.close()

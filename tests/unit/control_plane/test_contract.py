@@ -325,10 +325,16 @@ def test_a_released_lease_is_free_at_once_and_tokens_only_grow(led):
 def test_a_lease_that_nobody_renews_runs_out_and_one_that_is_renewed_does_not(led):
     kept, left = led.acquire("kept", "a", 3), led.acquire("left", "b", 3)
     until = time.monotonic() + 60
+    seen = [led.lease_left_s(left)]
     while led.leader("left") is not None:
         assert time.monotonic() < until
         led.renew(kept)
+        assert led.lease_left_s(kept) > 1
         time.sleep(0.2)
+        seen.append(led.lease_left_s(left))
+    assert 2 <= seen[0] <= 3
+    assert seen == sorted(seen, reverse=True)
+    assert led.lease_left_s(left) == 0
     with pytest.raises(LeadershipLostError, match="held by b: it ran out"):
         write(led, None, b"", "late", "left", lease=left)
     assert write(led, None, b"", "ok", "kept", lease=kept).revision == 1
@@ -385,6 +391,7 @@ def test_where_no_leases_are_kept_nobody_leads_and_that_is_told(plane):
         lambda: plane.acquire("run", "one", 60),
         lambda: plane.renew(lease),
         lambda: plane.release(lease),
+        lambda: plane.lease_left_s(lease),
         lambda: write(plane, None, b"", "a", lease=lease),
     ):
         with pytest.raises(NoLeasesError, match=r"control plane s3://.* keeps no leases.*'run'.*keep the record in"):
