@@ -2,6 +2,7 @@
 
 import pytest
 
+from dcr.protocol.coordinator_effects import ReadRecord
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.protocol.intervention import intervene
@@ -134,6 +135,13 @@ def test_orders_that_make_no_sense_are_refused_and_change_nothing(what: str) -> 
     at.hold_writes = True
     at.fails("a")
     assert refused(at) == "c1 is writing the record; ask again"
+
+
+def test_an_order_before_the_record_was_read_is_refused_though_nobody_is_missing() -> None:
+    at = Leader()
+    assert at.c.owner_report(OwnerJoin("o", 1, 1, D0)) == [ReadRecord()]
+    with pytest.raises(RefusedError, match="c1 has not taken the record over yet; ask again"):
+        order(at, "abandon")
 
 
 def test_resume_needs_a_push_that_waits() -> None:
