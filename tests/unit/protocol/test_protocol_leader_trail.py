@@ -5,7 +5,7 @@ from leader import D0, D1, V0, Bare, Leader, attempting, committed, leading, suc
 
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
-from dcr.protocol.messages import EmitFailed, Folded, Outcome, StorageState
+from dcr.protocol.messages import EmitFailed, Folded, Outcome, Refuse, StorageState
 from dcr.protocol.record import Member
 from dcr.protocol.step import Step
 
@@ -140,3 +140,20 @@ def test_a_finished_transition_that_committed_nothing_is_of_no_epoch() -> None:
     at = succeeding(leading("a"))
     at.owner_joins(1, D0)
     assert told(at, "FinishTransition") == [Step("c2", "FinishTransition", 0)]
+
+
+def test_an_attempt_whose_owner_is_lost_waits_for_it() -> None:
+    at = attempting("a")
+    at.do(at.c.owner_lost("o", 1))
+    assert trail(at)[-2:] == [("c1", "AttemptFailed", 1), ("c1", "Wait", 1)]
+    assert (at.steps[-2].detail, at.steps[-1].detail) == ("owner o was lost", "no connection to o")
+
+
+def test_a_restore_that_takes_too_long_counts_against_the_engine() -> None:
+    at = leading(restores_max=1)
+    at.joins("a", EMPTY)
+    at.take()
+    at.expires()
+    assert told(at, "EndRestore") == [Step("c1", "EndRestore", 1, "time-out: a did not prepare epoch 1")]
+    why = "its restore failed 1 times, last: time-out: a did not prepare epoch 1"
+    assert at.take()[0] == Refuse("policy", 1, why)
