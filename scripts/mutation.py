@@ -30,7 +30,7 @@ ORIG = "__mutmut_orig"
 SURVIVED, NO_TESTS = 0, 33
 """mutmut's exit codes of a mutant that no test noticed, and of one that no test runs."""
 TIMED_OUT = {36, 24, 152, 255}
-_PARTS = ast.expr | ast.stmt | ast.keyword | ast.arguments
+_PARTS = ast.expr | ast.stmt | ast.keyword | ast.arguments | ast.match_case
 """What is looked into for the smallest part that differs."""
 
 

@@ -8,7 +8,7 @@ from dcr.protocol.identity import Kind
 from dcr.protocol.intervention import intervene
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import CandidateReady, Emit, Intervention, Outcome, OwnerJoin, Withdraw
-from tests.unit.protocol.leader import D0, D1, TORN, Leader, attempting, committed, leading, stopped, succeeding
+from tests.unit.protocol.leader import D0, D1, TORN, V0, Leader, attempting, committed, leading, stopped, succeeding
 
 
 def holding(content: str = D1) -> Leader:
@@ -183,6 +183,9 @@ def test_a_successor_waits_for_the_engines_of_its_forerunner_but_not_for_ever() 
     assert at.reasons == ["TakeOver", "OpenAttempt"]
     assert at.record is not None
     assert {m.engine for m in at.record.members} == {"a", "b"}
+    at.joins("c")  # too late for this attempt
+    at.fails("a", V0)
+    assert {m.engine for m in at.record.members} == {"a", "b", "c"}
 
 
 def test_a_successor_opens_the_next_attempt_when_the_last_of_them_is_back() -> None:
