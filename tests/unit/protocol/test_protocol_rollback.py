@@ -200,6 +200,14 @@ def test_a_rollback_says_whom_it_waits_for(gone: str, name: str, why: str) -> No
     assert step.detail.startswith(why)
 
 
+def test_a_rollback_is_given_up_where_no_engine_is_torn_by_its_candidate_alone() -> None:
+    at = attempting("a", attempts_max=1, stop_waits=True)
+    at.fails("a", DENSE_TORN)
+    assert at.c.fleet.at_fault == set()
+    at.do(at.c.roll_back())
+    assert at.reasons[-3:] == ["Stop", "Abandon", "OpenRestore"]
+
+
 @pytest.mark.parametrize("state", [V0, DENSE_TORN])
 def test_engines_that_failed_are_asked_once_more_to_go_back_if_they_can(state: StorageState) -> None:
     at = attempting("a", attempts_max=2, stop_waits=True)
