@@ -30,6 +30,8 @@ ORIG = "__mutmut_orig"
 SURVIVED, NO_TESTS = 0, 33
 """mutmut's exit codes of a mutant that no test noticed, and of one that no test runs."""
 TIMED_OUT = {36, 24, 152, 255}
+_PARTS = ast.expr | ast.stmt | ast.keyword | ast.arguments | ast.match_case
+"""What is looked into for the smallest part that differs."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def difference(a: ast.AST, b: ast.AST, above: tuple[ast.AST, ...] = ()) -> tuple
     if type(a) is type(b):
         mine, other = list(ast.iter_child_nodes(a)), list(ast.iter_child_nodes(b))
         differ = [(x, y) for x, y in zip(mine, other, strict=False) if ast.dump(x) != ast.dump(y)]
-        if len(mine) == len(other) and len(differ) == 1 and isinstance(differ[0][0], ast.expr | ast.stmt | ast.keyword):
+        if len(mine) == len(other) and len(differ) == 1 and isinstance(differ[0][0], _PARTS):
             return difference(*differ[0], (*above, a))
         if isinstance(a, ast.Call) and isinstance(b, ast.Call) and len(mine) == len(other) + 1:
             kept = {ast.dump(y) for y in other}

@@ -418,8 +418,8 @@ def _another_incarnations_seal(s: Script) -> None:
 
 
 @_scenario(
-    "An owner starts again between the commit of its push and its fold, and pushes other weights at once, while the other "
-    "owner folds: how the first push ended is not told to the second.",
+    "An owner starts again between the commit of its push and its fold, and pushes other weights at once, while the "
+    "other owner folds: how the first push ended is not told to the second.",
     _setup(1, owners=2),
     ("BeginFold", "OwnerRestart", "FinishTransition"),
 )

@@ -2,13 +2,14 @@
 
 import pytest
 
+from dcr.protocol.coordinator_effects import ReadRecord
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.protocol.intervention import intervene
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import CandidateReady, Emit, Intervention, Outcome, OwnerJoin, Withdraw
 from dcr.protocol.record import Direction
-from tests.unit.protocol.leader import D0, D1, TORN, Leader, attempting, committed, leading, stopped, succeeding
+from tests.unit.protocol.leader import D0, D1, TORN, V0, Leader, attempting, committed, leading, stopped, succeeding
 
 
 def holding(content: str = D1) -> Leader:
@@ -137,6 +138,13 @@ def test_orders_that_make_no_sense_are_refused_and_change_nothing(what: str) -> 
     assert refused(at) == "c1 is writing the record; ask again"
 
 
+def test_an_order_before_the_record_was_read_is_refused_though_nobody_is_missing() -> None:
+    at = Leader()
+    assert at.c.owner_report(OwnerJoin("o", 1, 1, D0)) == [ReadRecord()]
+    with pytest.raises(RefusedError, match="c1 has not taken the record over yet; ask again"):
+        order(at, "abandon")
+
+
 def test_resume_needs_a_push_that_waits() -> None:
     at = stopped(D1)
     with pytest.raises(RefusedError, match="no push waits with the weights of version 1: call push"):
@@ -176,6 +184,9 @@ def test_a_successor_waits_for_the_engines_of_its_forerunner_but_not_for_ever() 
     assert at.reasons == ["TakeOver", "OpenAttempt"]
     assert at.record is not None
     assert {m.engine for m in at.record.members} == {"a", "b"}
+    at.joins("c")  # too late for this attempt
+    at.fails("a", V0)
+    assert {m.engine for m in at.record.members} == {"a", "b", "c"}
 
 
 def test_a_successor_opens_the_next_attempt_when_the_last_of_them_is_back() -> None:

@@ -4,8 +4,17 @@ import pytest
 from leader import D0, D1, V0, Bare, Leader, attempting, committed, leading, succeeding
 
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.identity import Kind
-from dcr.protocol.messages import EmitFailed, Folded, Outcome, StorageState
+from dcr.protocol.identity import Kind, manifest_root
+from dcr.protocol.messages import (
+    CandidateReady,
+    EmitFailed,
+    Folded,
+    Outcome,
+    OwnerJoin,
+    Refuse,
+    Sealed,
+    StorageState,
+)
 from dcr.protocol.record import Member
 from dcr.protocol.step import Step
 
@@ -140,3 +149,41 @@ def test_a_finished_transition_that_committed_nothing_is_of_no_epoch() -> None:
     at = succeeding(leading("a"))
     at.owner_joins(1, D0)
     assert told(at, "FinishTransition") == [Step("c2", "FinishTransition", 0)]
+
+
+def test_an_attempt_whose_owner_is_lost_waits_for_it() -> None:
+    at = attempting("a")
+    at.do(at.c.owner_lost("o", 1))
+    assert trail(at)[-2:] == [("c1", "AttemptFailed", 1), ("c1", "Wait", 1)]
+    assert (at.steps[-2].detail, at.steps[-1].detail) == ("owner o was lost", "no connection to o")
+
+
+def test_a_restore_that_takes_too_long_counts_against_the_engine() -> None:
+    at = leading(restores_max=1)
+    at.joins("a", EMPTY)
+    at.take()
+    at.expires()
+    assert told(at, "EndRestore") == [Step("c1", "EndRestore", 1, "time-out: a did not prepare epoch 1")]
+    why = "its restore failed 1 times, last: time-out: a did not prepare epoch 1"
+    assert at.take()[0] == Refuse("policy", 1, why)
+
+
+def test_a_fold_that_is_late_takes_nothing_back_of_what_another_owner_said_of_its_own() -> None:
+    at = Leader(owners=("o", "p"))
+    half = f"{5:032x}"
+    for name in ("o", "p"):
+        at.owner(OwnerJoin(name, 1, 1, half))
+    at.joins("a")
+    for name in ("o", "p"):
+        at.owner(CandidateReady(name, 1, 1))
+    at.prepared("a")
+    for name in ("o", "p"):
+        at.owner(Sealed(name, 1, at.epoch, "digest", half, 1, 8, 1, 3, {}))
+    at.acknowledged("a", manifest_root({"o": "digest", "p": "digest"}))
+    at.owner(Folded("o", 1, at.epoch, "", "the copy failed", {}))
+    at.take()
+    at.expires()
+    outcomes = [o for o in at.take() if isinstance(o, Outcome)]
+    lost = "lost its baseline, so the next push sends every element"
+    late = f"p {lost}: time-out: no answer to the order to fold"
+    assert [o.summary["warnings"] for o in outcomes] == [[f"o {lost}: the copy failed", late]] * 2

@@ -1,10 +1,11 @@
 """Turning a transition back: how it ends, and that it always does (DESIGN D17)."""
 
+import pytest
 from leader import D0, D1, D2, TORN, V0, Leader, attempting, committed, leading, stopped, token
 
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.identity import Kind
-from dcr.protocol.messages import CandidateReady, EmitFailed, Outcome, Prepare
+from dcr.protocol.messages import CandidateReady, EmitFailed, Outcome, Prepare, StorageState
 from dcr.protocol.record import Direction
 
 
@@ -183,3 +184,62 @@ def test_what_is_pushed_while_a_transition_is_turned_back_comes_after_it() -> No
     assert at.record.committed.direction is Direction.BACK
     assert [o for o in at.take() if isinstance(o, Outcome)] == []  # its push is not what was turned back
     assert (at.record.open.candidate, at.record.open.pushes) == (token(1, 2), (2,))
+
+
+DENSE_TORN = StorageState(0, D0, ("dense",))
+
+
+@pytest.mark.parametrize(("gone", "name", "why"), [("o", "owners", "no connection to o"), ("a", "members", "too few")])
+def test_a_rollback_says_whom_it_waits_for(gone: str, name: str, why: str) -> None:
+    at = attempting("a")
+    at.do(at.c.roll_back())
+    at.steps.clear()
+    at.do(at.c.owner_lost("o", 1) if gone == "o" else at.c.member_lost("a", 1))
+    (step,) = [s for s in at.steps if s.action == "Wait"]
+    assert at.timers[-1].name == name
+    assert step.detail.startswith(why)
+
+
+def test_a_rollback_is_given_up_where_no_engine_is_torn_by_its_candidate_alone() -> None:
+    at = attempting("a", attempts_max=1, stop_waits=True)
+    at.fails("a", DENSE_TORN)
+    assert at.c.fleet.at_fault == set()
+    at.do(at.c.roll_back())
+    assert at.reasons[-3:] == ["Stop", "Abandon", "OpenRestore"]
+
+
+@pytest.mark.parametrize("state", [V0, DENSE_TORN])
+def test_engines_that_failed_are_asked_once_more_to_go_back_if_they_can(state: StorageState) -> None:
+    at = attempting("a", attempts_max=2, stop_waits=True)
+    at.fails("a", V0)
+    at.fails("a", state)
+    assert at.reasons[-1] == "Stop"
+    assert at.c.fleet.at_fault == {"a"}
+    at.do(at.c.roll_back())
+    outcomes = [o.error for o in at.take() if isinstance(o, Outcome)]
+    if state.clean:
+        assert (at.reasons[-1], at.record.open.direction, outcomes) == ("OpenAttempt", Direction.BACK, [])
+        return
+    assert at.reasons[-2:] == ["Abandon", "OpenRestore"]
+    assert "abandoned, because too few engines can take part" in outcomes[0]
+
+
+def test_the_retry_of_a_rollback_does_without_an_engine_that_fails_again_and_again() -> None:
+    at = attempting("a", "b")
+    at.do(at.c.roll_back())
+    at.fails("a", V0)
+    at.fails("a", V0)
+    at.expires()
+    assert at.record.open.direction is Direction.BACK
+    assert [m.engine for m in at.record.members] == ["b"]
+
+
+def test_a_rollback_that_cannot_be_ends_for_the_last_reason() -> None:
+    at = attempting("a", attempts_max=3)
+    at.do(at.c.roll_back())
+    for why in ("first", "second", "last"):
+        at.owner(EmitFailed("o", 1, at.epoch, why, fatal=False))
+        if at.c.pausing:
+            at.expires()
+    (outcome,) = [o for o in at.take() if isinstance(o, Outcome)]
+    assert ": last; engines that it tore are restored" in outcome.error
