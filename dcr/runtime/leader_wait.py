@@ -8,7 +8,7 @@ from dcr.protocol.errors import DcrError
 from dcr.runtime.eligibility import unfit_coordinators
 from dcr.runtime.roster import roster
 
-FIRST_S, LAST_S = 3.0, 60.0
+FIRST_S, LAST_S = 3.0, 600.0
 """A wait is told of after so many seconds; then each pause is twice the one before, up to the second number."""
 
 

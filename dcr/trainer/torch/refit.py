@@ -258,7 +258,10 @@ class Refit:
             _log.info("%s of record %r: nothing to be done: %s", what, self._record_id, answer.refused)
 
     def close(self) -> None:
-        """End threads and connections; engines go on serving what they serve."""
+        """End threads and connections; engines go on serving what they serve.
+
+        Coordinators that run elsewhere are told that this trainer asks for none any more.
+        """
         self._opened.close()
 
     def __enter__(self) -> Self:

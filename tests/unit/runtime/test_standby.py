@@ -1,0 +1,84 @@
+"""What a coordinator that stands by says while it waits, and how often."""
+
+import logging
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from dcr.control_plane.address import open_control_plane
+from dcr.delivery.folder import FolderDelivery
+from dcr.delivery.sealed import SealedDelivery
+from dcr.protocol.record import OwnerRef
+from dcr.runtime import standby
+from dcr.runtime.roster import close_roster, register_roster
+from dcr.runtime.secret import record_secret
+from dcr.runtime.settings import Settings
+from dcr.runtime.standby import Standby
+from dcr.runtime.terms import terms
+
+SECRET = b"s" * 32
+
+
+def wait(what):
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def control(tmp_path):
+    with closing(open_control_plane(f"sqlite://{tmp_path}/record.db")) as made:
+        yield made
+
+
+@pytest.fixture
+def waiting(control, tmp_path, monkeypatch, caplog):
+    """What it has said so far; it looks often, and has nobody to lead."""
+    monkeypatch.setattr(standby, "_AGAIN_S", 0.2)
+    caplog.set_level(logging.INFO, "dcr.coordinator")
+    one = Standby(
+        record_id="default",
+        name="one",
+        control=control,
+        delivery=SealedDelivery(FolderDelivery(tmp_path), record_secret(SECRET, "default")),
+        secret=SECRET,
+        settings=Settings(record_poll_s=0.02),
+    )
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    yield lambda: caplog.messages
+    one.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_wait_for_a_trainer_is_told_again_and_less_and_less_often(waiting, control):
+    asks = "waits for a trainer of record 'default' that asks for a coordinator (setting coordinator = elsewhere)"
+    began = time.monotonic()
+    wait(lambda: len(waiting()) >= 3)
+    assert time.monotonic() - began >= 0.2 + 0.4
+    assert waiting() == [f"coordinator one {asks}", f"coordinator one still {asks}", f"coordinator one still {asks}"]
+    lease = control.acquire("default", "another", 60)  # so that this one does not lead
+    asked = register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(), SECRET, "default"))
+    wait(lambda: waiting()[-1].endswith(f"stands by: another leads record 'default', with token {lease.token}"))
+    said = len(waiting())
+    time.sleep(0.5)
+    assert len(waiting()) == said  # that somebody leads is as it should be: it is told once
+    close_roster(control, "default", asked)
+    wait(lambda: waiting()[-1] == f"coordinator one {asks}: the one that it stood by for was closed")
+
+
+def test_a_leader_that_renews_its_lease_no_more_is_named(waiting, control, monkeypatch):
+    control.acquire("default", "another", 60)
+    left_s = control.lease_left_s  # half of it has gone by: nobody waits for that here
+    monkeypatch.setattr(control, "lease_left_s", lambda led: left_s(led) - (31 if led.holder == "another" else 0))
+    register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(members_min=2), SECRET, "default"))
+    wait(lambda: "members_min is 2 in the trainer's settings and 1 in this coordinator's" in waiting()[-1])
+    register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(), SECRET, "default"))
+    wait(lambda: "waits for the lease of another, which has not renewed it for more than half of its" in waiting()[-1])
+    assert waiting()[-1].endswith("of its 60 s, to end, as it does in at most 30 s")
+    control.acquire("default", "yet another", 60, replaces=control.leader("default").token)
+    wait(lambda: "stands by: yet another leads" in waiting()[-1])
