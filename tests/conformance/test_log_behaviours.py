@@ -244,6 +244,37 @@ def test_a_seal_that_got_to_some_only_was_delivered_to_those(logs):
     assert found.ok, found
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("read", [True, False])
+def test_a_seal_whose_owner_went_on_with_the_next_attempt_was_delivered_if_somebody_read_it(logs, read):
+    """A manifest is in the store, and the order of the next attempt comes before that is written down."""
+    leader, owner = logs.path("coordinator"), logs.path("owner")
+    events, at = logs.read(leader), logs.find(leader, "OpenAttempt", 3)
+    step = events[at]["step"]
+    again = {**step["record"], "epoch": 4, "open": {**step["record"]["open"], "attempts": 2, "kind": "absolute"}}
+    failed = {**step, "action": "AttemptFailed"}
+    for field in ("record", "revision", "operation_id"):
+        del failed[field]
+    opened = {**step, "epoch": 4, "record": again, "revision": step["revision"] + 1, "operation_id": "again"}
+    before = events[: logs.find(leader, "OrderOpenApply", 3) + 1]
+    logs.write(leader, [*before, {**events[at], "step": failed}, {**events[at], "step": opened}])
+    events, at = logs.read(owner), logs.find(owner, "Seal", 3)
+    emit = {"actor": "rank-0", "action": "Emit", "epoch": 4}
+    logs.write(owner, [*events[:at], {**events[at], "step": emit}])
+    for name in ("a", "b"):
+        rank, node = logs.path("rank", name), logs.path("node", name)
+        delivered = logs.find(rank, "DeliverManifest", 3)
+        logs.write(rank, logs.read(rank)[: delivered + 1])
+        logs.write(node, logs.read(node)[: logs.find(node, "Prepare", 3) + 1])
+        if not read:  # acknowledged without it
+            changed = logs.read(rank)
+            changed[delivered]["step"] = {"actor": name, "action": "Acknowledge", "epoch": 3}
+            logs.write(rank, changed)
+    found = logs.validate()
+    assert found.ok is read, found
+    assert read or "manifests" in found.why[-1]
+
+
 # ---------------------------------------------------------------- files
 
 

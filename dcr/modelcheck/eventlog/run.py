@@ -81,7 +81,8 @@ class Run:
     def _seal_what_was_read(self) -> None:
         """A seal may have been delivered and not written down: ranks that read it did.
 
-        Its owner was killed, or failed the epoch because the seal did not get to everybody.
+        Its owner was killed, or failed the epoch because the seal did not get to everybody, or was ordered to go on
+        with another epoch meanwhile.
         """
         sent: dict[tuple[OwnerRef, int], int] = defaultdict(int)
         delivered: set[tuple[OwnerRef, int]] = set()
@@ -102,8 +103,10 @@ class Run:
             lines = self.owners.get(ref.owner, {}).get(ref.incarnation, [])
             of_epoch = by_epoch[ref, epoch]
             actions = [line.event.action for line in of_epoch]
-            if actions == ["Emit"] and of_epoch[0] is lines[-1]:
-                at, why = len(lines), "not written down: the owner was gone"
+            if actions == ["Emit"]:
+                at = lines.index(of_epoch[0]) + 1
+                gone = at == len(lines)
+                why = f"not written down: the owner {'was gone' if gone else 'was to go on with another epoch'}"
             elif actions == ["Emit", "EmitFailed"]:
                 at, why = lines.index(of_epoch[1]), "not written down: it did not get to everybody"
             else:
