@@ -127,6 +127,7 @@ def run(
     coverage: bool = False,
     deadlock: bool = False,
     graph: Path | None = None,
+    brief: bool = False,
 ) -> TlcResult:
     """Check one configuration.
 
@@ -140,6 +141,7 @@ def run(
         coverage: Count each action's states.
         deadlock: Take a state without successor for an error.
         graph: Write every state and every step between them to this file; see `dcr.modelcheck.state_graph`.
+        brief: It takes seconds: do without Java's second compiler, which would cost more than it brings.
 
     Returns:
         The verdict.  A specification that cannot be parsed or evaluated is one too; see `TlcResult.message`.
@@ -157,6 +159,7 @@ def run(
         command = [
             # TLC recurses into what it evaluates: the usual stack was too small for a log of 1,800 lines, now and then.
             *(str(find_java()), "-XX:+UseParallelGC", f"-Xmx{heap}", "-Xss32m", "-Dfile.encoding=UTF-8"),
+            *(["-XX:TieredStopAtLevel=1"] if brief else []),
             *(f"-Djava.io.tmpdir={private}", "-cp", str(jar), "tlc2.TLC", "-tool", "-cleanup"),
             *("-metadir", str(private / "states"), "-workers", str(workers)),
             *_options(private, simulate=simulate, coverage=coverage, deadlock=deadlock, graph=graph),

@@ -85,7 +85,7 @@ def take(
 
 def _run(work: Path, heap: str, timeout_s: float) -> tuple[int, str]:
     """How many steps of a part TLC took, and what it printed."""
-    result = tlc.run(work / MODULE, work / CONFIG, heap=heap, timeout_s=timeout_s)
+    result = tlc.run(work / MODULE, work / CONFIG, heap=heap, timeout_s=timeout_s, brief=True)
     if result.outcome is not tlc.Outcome.OK or result.distinct_states is None:
         raise CheckerError(f"TLC could not take the lines of the log: {result.verdict}: {result.message[-2000:]}")
     return result.distinct_states - 1, result.printed  # a state for each step, and the initial one
