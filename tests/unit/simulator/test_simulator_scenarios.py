@@ -3,13 +3,21 @@
 import pytest
 
 from dcr.cli.main import main
+from dcr.protocol.announcer import Announcer
 from dcr.protocol.coordinator import Coordinator
 from dcr.simulator.run import run_schedule
 from dcr.simulator.scenarios import SCENARIOS
 from tests.conformance.code_mutants import CODE_MUTANTS, ON_A_GRAPH
 from tests.mutation import Mutant, apply
 
-OF_WAITS = (
+OF_THE_POLICY = (
+    Mutant(
+        "whoever_waits_is_told_that_it_succeeded",
+        Announcer,
+        "_push_over",
+        "if seat.ready and (took_part is None or took_part.get(name) == pushed):",
+        "if seat.ready:",
+    ),
     Mutant(
         "a_stopped_transition_goes_on_by_itself",
         Coordinator,
@@ -19,7 +27,7 @@ OF_WAITS = (
     ),
     Mutant("engines_are_not_waited_for", Coordinator, "_open_attempt_or_wait", "if self._awaited:", "if False:"),
 )
-MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OF_WAITS)}
+MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OF_THE_POLICY)}
 NOTICES = {
     "commit-after-take-over": "take_over_without_epoch",
     "commit-before-take-over": "commit_without_compare",
@@ -30,6 +38,7 @@ NOTICES = {
     "an-engine-comes-late": "engines_are_not_waited_for",
     "restored-before-the-fold": "delta_against_an_unfolded_baseline",
     "another-incarnations-seal": "fold_of_another_seal",
+    "pushed-while-it-is-folded": "whoever_waits_is_told_that_it_succeeded",
     "torn-both-ways": "rollback_turned_forward",
     "payloads-of-the-attempt-before": "stale_epoch_written",
     "torn-by-an-order": "dense_tears_marked_as_candidate",
