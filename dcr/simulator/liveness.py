@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dcr.protocol.leader import Phase
+from dcr.protocol.record import Direction
 from dcr.simulator.cells import content_digest
 from dcr.simulator.invariants import BrokenError, holds
 from dcr.simulator.moves import apply
@@ -100,8 +101,17 @@ class _Calm:
             self._abandon()
 
     def _restorable(self) -> bool:
-        """The owners hold the committed version: from there every engine can be restored."""
+        """The owners hold the committed version: from there every engine can be restored.
+
+        Who sealed it and has not folded it does not count, even if its shares of the two versions are the same: a
+        leader may have given up waiting for that fold, and then believes it no more.
+        """
         k = self.world.store.record
+        c = None if k is None else k.committed
+        sealed = {} if c is None or c.direction is Direction.BACK else {o.owner: o.incarnation for o in c.owners}
+        for o in self.world.owners:
+            if c is not None and sealed.get(o.name) == o.incarnation and o.role.folded_epoch != c.epoch:
+                return False
         owners = [o.baseline for o in self.world.owners if o.baseline is not None and not o.role.folding]
         held = {i: v for cells in owners for i, v in cells.items()}
         return k is not None and content_digest(held) == k.baseline_id

@@ -341,6 +341,22 @@ def _two_incarnations_emit(s: Script) -> None:
 
 
 @_scenario(
+    "While what was committed is folded, one owner gives its push up and pushes again, and the other starts again and "
+    "pushes too, with other weights: neither is told that this is what was committed.",
+    _setup(1, owners=2),
+    ("Commit", "OwnerRestart", "FinishTransition"),
+)
+def _pushed_while_it_is_folded(s: Script) -> None:
+    s.do("push", n=1)
+    s.until(took("Commit"))
+    s.do("give_up", "o0.1", 3)
+    s.do("push_alone", "o0.1", 1)
+    s.do("restart", "o1.1", 15)
+    s.connect()
+    s.rest()
+
+
+@_scenario(
     "An owner dies between the first and the last byte of its fold, while a restarted engine waits for its baseline.",
     _setup(1, 1, owners=2),
     ("BeginFold", "OwnerRestart", "EngineRestart", "OpenAttempt dense forward"),
@@ -413,21 +429,6 @@ def _another_incarnations_seal(s: Script) -> None:
     s.until(took("Seal"))
     s.do("stray", "o0.1", 0)
     s.rest()
-    s.connect()
-    s.rest()
-
-
-@_scenario(
-    "An owner starts again between the commit of its push and its fold, and pushes other weights at once, while the "
-    "other owner folds: how the first push ended is not told to the second.",
-    _setup(1, owners=2),
-    ("BeginFold", "OwnerRestart", "FinishTransition"),
-)
-def _pushes_again_before_it_is_told(s: Script) -> None:
-    s.do("push", n=1)
-    s.until(took("BeginFold"))
-    s.do("restart", "o0.1", 0)
-    s.do("push_alone", "o0.1", 1)
     s.connect()
     s.rest()
 

@@ -187,3 +187,12 @@ def test_a_fold_that_is_late_takes_nothing_back_of_what_another_owner_said_of_it
     lost = "lost its baseline, so the next push sends every element"
     late = f"p {lost}: time-out: no answer to the order to fold"
     assert [o.summary["warnings"] for o in outcomes] == [[f"o {lost}: the copy failed", late]] * 2
+
+
+def test_a_wait_for_the_other_ranks_is_too_common_to_be_told() -> None:
+    at = Leader(owners=("o", "p"))
+    for name in ("o", "p"):
+        at.owner(OwnerJoin(name, 1, 1, f"{5:032x}"))
+    at.push()
+    assert at.timers[-1].name == "ranks"
+    assert told(at, "Wait") == []

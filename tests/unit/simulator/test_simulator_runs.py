@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,7 @@ OPEN_GATE = Mutant(
     'if self.gate == "closed":',
     "if True:",
 )
+GOLDEN = Path(__file__).parents[2] / "golden"
 SCRIPT = """
 from dcr.simulator.run import run_seed
 for seed in range(40):
@@ -60,6 +62,12 @@ def test_the_schedule_of_a_seed_has_the_run_of_the_seed(monkeypatch):
         again = run_schedule(failure.schedule).failure
         assert again is not None
         assert (again.invariant, again.what) == (failure.invariant, failure.what)
+
+
+def test_an_owner_that_never_folds_is_not_asked_for_what_it_would_hold_then():
+    """A push that changed nothing, whose fold was given up: what the owner holds is the committed content by chance."""
+    run = run_schedule(decode_schedule((GOLDEN / "simulated_fold_overdue.json").read_bytes()))
+    assert run.failure is None, run.failure
 
 
 def found_with(mutant, monkeypatch, **how):

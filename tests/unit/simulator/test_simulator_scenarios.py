@@ -10,7 +10,14 @@ from dcr.simulator.scenarios import SCENARIOS
 from tests.conformance.code_mutants import CODE_MUTANTS, ON_A_GRAPH
 from tests.mutation import Mutant, apply
 
-OTHERS = (
+OF_THE_POLICY = (
+    Mutant(
+        "whoever_waits_is_told_that_it_succeeded",
+        Announcer,
+        "_push_over",
+        "if seat.ready and (took_part is None or took_part.get(name) == pushed):",
+        "if seat.ready:",
+    ),
     Mutant(
         "a_stopped_transition_goes_on_by_itself",
         Coordinator,
@@ -25,15 +32,8 @@ OTHERS = (
         "if self.seats.missing or self.awaited:",
         "if self.seats.missing:",
     ),
-    Mutant(
-        "a_restarted_owner_is_told_that_its_push_succeeded",
-        Announcer,
-        "_push_over",
-        "if seat.ready and (took_part is None or took_part.get(name) == pushed):",
-        "if seat.ready:",
-    ),
 )
-MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OTHERS)}
+MUTANTS = {m.what: m for m in (*CODE_MUTANTS, *ON_A_GRAPH, *OF_THE_POLICY)}
 NOTICES = {
     "commit-after-take-over": "take_over_without_epoch",
     "commit-before-take-over": "commit_without_compare",
@@ -44,6 +44,7 @@ NOTICES = {
     "an-engine-comes-late": "engines_are_not_waited_for",
     "restored-before-the-fold": "delta_against_an_unfolded_baseline",
     "another-incarnations-seal": "fold_of_another_seal",
+    "pushed-while-it-is-folded": "whoever_waits_is_told_that_it_succeeded",
     "torn-both-ways": "rollback_turned_forward",
     "payloads-of-the-attempt-before": "stale_epoch_written",
     "torn-by-an-order": "dense_tears_marked_as_candidate",
@@ -54,7 +55,6 @@ NOTICES = {
     "prepared-in-vain": "prepared_in_vain_is_admitted",
     "two-incarnations-emit": "duplicate_written_again",
     "dies-while-it-folds": "mark_cleared_before_the_last_byte",
-    "pushes-again-before-it-is-told": "a_restarted_owner_is_told_that_its_push_succeeded",
     "the-second-push-alone": "abandon_without_epoch",
     "staged-and-abandoned": "write_under_open_gate",
 }
