@@ -198,6 +198,9 @@ class Registrar(Leader):
             case AttemptFailed():
                 return self._member_failed(engine, report)
             case Serving():
+                k = self.record
+                if k is not None and k.open is None and (report.epoch, report.version) == (k.epoch, k.version):
+                    engine.restored(k)  # it may have finished a restore that was given up
                 return [Step(self.leader, "MemberServes", report.epoch, f"{report.engine} at {report.version}")]
 
     def member_lost(self, engine: str, incarnation: int) -> list[Effect]:

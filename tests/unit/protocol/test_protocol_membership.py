@@ -6,7 +6,7 @@ from leader import D0, V0, Leader, leading
 from dcr.protocol.coordinator import Phase
 from dcr.protocol.fleet import ENGINES_MAX
 from dcr.protocol.identity import Kind
-from dcr.protocol.messages import EmitFailed, OpenApply, Refuse, StorageState
+from dcr.protocol.messages import EmitFailed, OpenApply, Refuse, Serving, StorageState
 from dcr.protocol.record import Member, OwnerRef
 from dcr.protocol.step import Step
 
@@ -110,6 +110,24 @@ def test_restores_that_fail_again_and_again_end_in_a_refusal_that_is_told() -> N
     assert at.c.phase is Phase.IDLE
     (refuse,) = [o for o in at.take() if isinstance(o, Refuse)]
     assert "its restore failed 3 times" in refuse.reason
+
+
+def test_a_refused_member_that_serves_the_committed_version_after_all_is_not_refused_any_more() -> None:
+    at = leading("a", restores_max=1)
+    unknown = StorageState(None, "", ("unknown",))
+    at.joins("a", unknown)
+    at.prepared("a", unknown)
+    at.do(at.c.member_lost("a", 1))
+    at.take()
+    at.joins("a", unknown)
+    assert [type(o) for o in at.take()] == [Refuse]
+    at.member(Serving("a", 1, at.epoch - 1, 0))  # of the epoch before that restore: what became of it is not told
+    at.push()
+    assert not at.record.open
+    at.member(Serving("a", 1, at.epoch, 0))  # the payloads had all arrived, and K names it
+    assert at.reasons[-1] == "OpenAttempt"
+    assert [m.engine for m in at.c.session.members] == ["a"]
+    assert at.record.open.kind is Kind.RELATIVE
 
 
 def test_owners_that_cannot_serve_a_restore_are_not_the_engines_fault() -> None:
