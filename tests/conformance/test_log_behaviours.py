@@ -195,6 +195,33 @@ def taken_over(logs, *, revisions, leases=1):
 
 
 @pytest.mark.long
+def test_an_attempt_with_an_owner_comes_before_that_owner_starts_again(logs):
+    """Before it the leader admits an engine that started anew, and then it is gone with its owner."""
+    leader, owner, node, rank = (
+        logs.path(*which) for which in (("coordinator",), ("owner",), ("node", "b"), ("rank", "b"))
+    )
+    events, new = logs.read(leader), 1_900_000_000_000_000_000
+    commit, before = (events[logs.find(leader, action, 3)] for action in ("Commit", "OpenAttempt"))
+    k = commit["step"]["record"]
+    first, ranks = logs.read(node)[0], {"0": new}
+    state = {**first["start"]["state"], "content_digest": k["baseline_id"]}
+    start = {**first, "incarnation": new, "start": {**first["start"], "ranks": ranks, "state": state}}
+    logs.write(node.with_name(f"node-b-{new}.ndjson"), [start])
+    logs.write(rank.with_name(f"rank-b-{new}.ndjson"), [{**logs.read(rank)[0], "incarnation": new}])
+    k = {**k, "members": [k["members"][0], {"engine": "b", "incarnation": new}]}
+    admit = {**commit["step"], "action": "Admit", "record": k, "revision": 10, "operation_id": "admit"}
+    offered = {**before["step"]["record"]["open"], "target": 4, "candidate": "v4-another"}
+    opened = {**admit, "action": "OpenAttempt", "epoch": 4, "revision": 11, "operation_id": "open"}
+    opened["record"] = {**k, "epoch": 4, "open": offered}
+    logs.write(leader, [*events, {**commit, "step": admit}, {**commit, "step": opened}])
+    logs.write(*taken_over(logs, revisions=1))
+    again = {**logs.read(owner)[0], "incarnation": new}
+    logs.write(owner.with_name(f"owner-rank-0-{new}.ndjson"), [again])
+    found = logs.validate()
+    assert found.ok, found
+
+
+@pytest.mark.long
 def test_a_gate_that_closed_for_want_of_the_record_opens_again(logs):
     path = logs.path("node", "a")
     events, at = logs.read(path), logs.find(path, "OpenGate", 3)

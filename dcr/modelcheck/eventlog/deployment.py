@@ -1,5 +1,6 @@
 """The model of a run: its parties under the specification's names, its payloads as cells, its contents as numbers."""
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -60,6 +61,8 @@ class Deployment:
                 self._kinds[w.record.epoch] = (Kind.RESTORE.value, "")
             elif w.line.event.action == "OpenAttempt" and w.record.open is not None:
                 self._kinds[w.record.epoch] = (w.record.open.kind.value, w.record.open.candidate)
+        h = run.history
+        self._tokens = sorted({h.first.fencing_token, *(w.record.fencing_token for w in h.writes)})
         self._count()
         self._number_candidates()
         self._number_contents()
@@ -184,9 +187,7 @@ class Deployment:
         A lease that its leader never wrote K under, for it was killed before, has a token too (DESIGN D16); the
         specification counts those alone that K had.
         """
-        h = self.run.history
-        had = {h.first.fencing_token, *(w.record.fencing_token for w in h.writes)}
-        return 1 + sum(t < token for t in had)
+        return 1 + bisect_left(self._tokens, token)
 
     # ------------------------------------------------------------ contents
 

@@ -15,7 +15,7 @@ incarnation after that: everything that could have happened before it, happens b
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from dcr.modelcheck.eventlog.history import Write
@@ -41,6 +41,10 @@ def _role(line: Line) -> int:
     return _ORDER[line.event.role]
 
 
+def _named(m: Member | OwnerRef) -> tuple[str, str, int]:
+    return ("engine", m.engine, m.incarnation) if isinstance(m, Member) else ("owner", m.owner, m.incarnation)
+
+
 class _Sorter:
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -57,6 +61,16 @@ class _Sorter:
         for w in run.history.writes:
             if w.line.unlogged:
                 self._add(w.line, len(run.chains))
+        self._index()
+        self._edges()
+
+    def _add(self, line: Line, chain: int) -> None:
+        self._number[id(line)] = len(self._lines)
+        self._chain[len(self._lines)] = chain
+        self._lines.append(line)
+
+    def _index(self) -> None:
+        """What is asked of every line is looked up."""
         self._by: dict[tuple[str, int], list[Line]] = defaultdict(list)
         self._acknowledged: dict[tuple[str, int], list[int]] = defaultdict(list)
         """Epochs that a rank acknowledged, by its engine and incarnation."""
@@ -68,21 +82,21 @@ class _Sorter:
                     self._acknowledged[e.name, e.incarnation].append(e.step.epoch)
         self._ranks: dict[tuple[str, int], set[int]] = defaultdict(set)
         """Incarnations of the ranks of an engine's incarnation."""
-        for (engine, its), (incarnation, _) in run.engine_of.items():
+        for (engine, its), (incarnation, _) in self._run.engine_of.items():
             self._ranks[engine, incarnation].add(its)
         self._gate: dict[int, str] = {}
         """By number of a node's line, what it did last about its gate before."""
-        for chain in (lines for by in run.nodes.values() for lines in by.values()):
+        for chain in (lines for by in self._run.nodes.values() for lines in by.values()):
             last = ""
             for line in chain:
                 self._gate[self._number[id(line)]] = last
                 last = line.event.action if line.event.action in _GATE else last
-        self._edges()
-
-    def _add(self, line: Line, chain: int) -> None:
-        self._number[id(line)] = len(self._lines)
-        self._chain[len(self._lines)] = chain
-        self._lines.append(line)
+        self._next_start: dict[tuple[str, str, int], Line] = {}
+        """By what was started, its name and incarnation, the start of the next incarnation."""
+        for kind, started in (("engine", self._run.nodes), ("owner", self._run.owners)):
+            for name, by in started.items():
+                for (old, _), (_, lines) in pairwise(by.items()):
+                    self._next_start[kind, name, old] = lines[0]
 
     def _until(self, line: Line, write: Write | None) -> None:
         """What a line says was so until this write, which need not wait for a line that comes too late."""
@@ -155,6 +169,7 @@ class _Sorter:
             named: tuple[Member | OwnerRef, ...] = (*k.members, *step.members, *step.owners, *opening)
             for m in named:
                 self._put(self._started(m), w)
+            self._before_the_next_start(w, opening)
         if action == "OpenAttempt":
             self._ready(k)
         if action == "Commit":
@@ -166,6 +181,16 @@ class _Sorter:
                 known = sorted({epoch for its in ranks for epoch in self._acknowledged[m.engine, its]})
                 for epoch in [k.epoch] if action == "Commit" else known[: bisect_right(known, k.epoch)]:
                     self._answers("Acknowledge", epoch, ranks, m.engine, w.line)
+
+    def _before_the_next_start(self, w: Write, opening: Sequence[OwnerRef]) -> None:
+        """Whom a write takes in, as this incarnation, had not started again: it would take the new one."""
+        step = w.line.event.step
+        before = self._run.history.at(w.revision - 1)
+        known = (self._run.history.first if before is None else before.record).members
+        admitted = [m for m in w.record.members if m not in known] if w.line.event.action == "Admit" else []
+        named: tuple[Member | OwnerRef, ...] = (*opening, *(() if step is None else step.owners), *admitted)
+        for m in named:
+            self._put(w, self._next_start.get(_named(m)))
 
     def _ready(self, k: CommitRecord) -> None:
         """Members are ordered to write when all of them are prepared or have staged."""
