@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from dcr.protocol.budget import Budget
 from dcr.protocol.conductor import Conductor
 from dcr.protocol.coordinator_effects import Effect, SendOwner
 from dcr.protocol.layer_changes import LayerChanges
@@ -28,6 +29,7 @@ class Announcer(Conductor):
         members_min: fewest members that an attempt needs.
         restores_max: failed restores of one incarnation before it is refused.
         gate_mode: one of ``conductor.GATE_MODES``.
+        attempts_max: attempts of one push before the transition stops.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Announcer(Conductor):
         members_min: int,
         restores_max: int,
         gate_mode: str,
+        attempts_max: int,
     ) -> None:
         super().__init__(
             record_id,
@@ -53,7 +56,7 @@ class Announcer(Conductor):
             gate_mode=gate_mode,
         )
         self._outcome: Outcome | None = None  # of the last push
-        self._budget_from: int | None = None  # attempts in K when the push in progress, or its rollback, began
+        self._budget = Budget(attempts_max)
         self._sent_dense = ""  # why the last attempt is dense; empty if it is not
         self._failures: list[str] = []
         self._warnings: list[str] = []
@@ -79,7 +82,7 @@ class Announcer(Conductor):
                 self._warnings.append(f"{o.owner} lost its baseline, so the next push sends every element: {reason}")
         # An owner that restarted, or gave its push up and pushed again, waits with other weights: this is not its push.
         took_part = {o.owner: (o.incarnation, push) for o, push in zip(c.owners, c.pushes, strict=True)}
-        summary = s.summary(self._budget_from or 0) | {"why_dense": self._sent_dense}
+        summary = s.summary(self._budget.taken(s.attempt)) | {"why_dense": self._sent_dense}
         return effects + self._push_over("", took_part, summary, s.layers)
 
     def _tell_late(self) -> list[Effect]:
@@ -123,7 +126,7 @@ class Announcer(Conductor):
                 effects.append(self._tell(name, self._outcome))
         for e in self.fleet.engines.values():
             e.attempt_failures = 0
-        self._budget_from = None
+        self._budget.over()
         return effects
 
     def _tell(self, owner: str, outcome: Outcome) -> SendOwner:

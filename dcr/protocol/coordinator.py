@@ -15,7 +15,7 @@ from dcr.protocol.step import Step
 from dcr.protocol.timer import Timer
 
 _TORN = "too few engines hold what changed elements alone would repair"
-_NOT_TOLD = "an older attempt: the coordinator that stopped it is gone, and with it the reason"
+_NOT_TOLD = "an older attempt: the coordinator that led it is gone, and with it the reason"
 _RESTORE_PAUSE, _ATTEMPT_PAUSE = _PAUSES = "restore_pause", "attempt_pause"
 
 
@@ -76,8 +76,8 @@ class Coordinator(Announcer):
             members_min=members_min,
             restores_max=restores_max,
             gate_mode=gate_mode,
+            attempts_max=attempts_max,
         )
-        self.attempts_max = attempts_max
         self.stop_waits = stop_waits
         self.rejoin_waits = rejoin_waits
         self._abandoning = ""  # why the open transition is to be abandoned; empty if it is not
@@ -154,12 +154,14 @@ class Coordinator(Announcer):
     def _after(self, reason: str) -> list[Effect]:
         effects = super()._after(reason)
         if reason in ("CreateRecord", "TakeOver"):
+            self._budget.take_over(self._k.open)
             self._timer.stop()  # what is waited for from here on gets its full time
             named = {m.engine for m in self._k.members if self.rejoin_waits}
             self.awaited = frozenset(named - {name for name, e in self.fleet.engines.items() if e.connected})
         if reason == "Stop":
             # Whoever goes on with it, or pushes next, has attempts_max more, and the first one at once.
-            self.resumed, self._budget_from, self._backoff = False, None, Backoff()
+            self.resumed, self._backoff = False, Backoff()
+            self._budget.stop()
             effects += [] if self.held else self._push_over(why_stopped(self._failures))
         elif reason == "Commit" and self._s.back:
             how = "every member serves that version again"
@@ -381,14 +383,14 @@ class Coordinator(Announcer):
                 "weights"
             )
         counted = 0 if tr is None else tr.attempts
-        if self._budget_from is None:
+        if not self._budget.began:
             if tr is not None and not self._goes_on(tr):
                 return self._abandon()
-            self._budget_from = counted
-            self._failures, self._warnings = [], []
+            if self._budget.begin(counted, held=bool(self.held)):
+                self._failures, self._warnings = [_NOT_TOLD] if self._budget.taken(counted) else [], []
         if tr is None:
-            self._budget_from = 0
-        if counted - self._budget_from >= self.attempts_max:
+            self._budget.begin_transition()
+        if self._budget.spent(counted):
             return self.stop()
         if (pause := self._pause()) is not None:
             return pause
@@ -442,10 +444,12 @@ class Coordinator(Announcer):
     def _go_back(self, tr: OpenTransition, *, stopping: bool) -> list[Effect]:
         """The next attempt of a rollback; it ends in a commit or, where that is out of reach, in an abandon."""
         turning = tr.direction is Direction.FORWARD
-        if turning or self._budget_from is None:
-            self._budget_from = tr.attempts
+        if turning:
+            self._budget.turn(tr.attempts)
+        elif not self._budget.began and self._budget.begin(tr.attempts, held=False):
+            self._failures = [_NOT_TOLD]
         why = ""
-        if stopping or tr.attempts - self._budget_from >= self.attempts_max:
+        if stopping or self._budget.spent(tr.attempts):
             why = self._failures[-1]
         elif not self._baseline_held:
             why = f"the baseline of version {self._k.version} is not held"

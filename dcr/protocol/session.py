@@ -106,12 +106,12 @@ class Session:
             members, stage = sorted(self.members - self.staged), "stage"
         return members, f"{', '.join(m.engine for m in members)} did not {stage} epoch {self.epoch}"
 
-    def summary(self, attempts_before: int) -> dict[str, float | int | str | list[str]]:
-        """What a report of the push says of a session that was committed."""
+    def summary(self, attempts: int) -> dict[str, float | int | str | list[str]]:
+        """What a report of a push that took so many attempts says of the session that was committed."""
         sealed = list(self.sealed.values())
         return {
             "kind": self.base.kind.value,
-            "attempts": self.attempt - attempts_before,
+            "attempts": attempts,
             "members": sorted(m.engine for m in self.members),
             "changed_entries": sum(r.changed_entries for r in sealed),
             "elements": sum(r.owned_elements for r in sealed),

@@ -19,9 +19,9 @@ def _setup(*ranks: int, owners: int = 1, gate_mode: str = "sync", policy: str = 
     return Setup(7, owners, ranks, 1, 3, 3, gate_mode, ("add", "xor"), policy, cold=False)
 
 
-def _waiting(*ranks: int) -> Setup:
-    """An attempt of a push is all there is before its transition stops, and waits; successors wait for engines."""
-    return msgspec.structs.replace(_setup(*ranks), attempts_max=1, stop_waits=True, rejoin_waits=True)
+def _waiting(*ranks: int, attempts_max: int = 1) -> Setup:
+    """Attempts of a push before its transition stops, and waits; successors wait for engines."""
+    return msgspec.structs.replace(_setup(*ranks), attempts_max=attempts_max, stop_waits=True, rejoin_waits=True)
 
 
 def _scenario(
@@ -149,7 +149,7 @@ def _stopped_until_the_word(s: Script) -> None:
 @_scenario(
     "A leader dies in the middle of an attempt, and one of its engines finds the successor late: the next attempt is "
     "opened without it only when the time for that is over.",
-    _waiting(1, 1),
+    _waiting(1, 1, attempts_max=2),
     ("TakeOver", "engines that K names are waited for", "Evict", "Commit"),
 )
 def _an_engine_comes_late(s: Script) -> None:
