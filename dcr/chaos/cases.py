@@ -64,7 +64,7 @@ _ABANDONED = Fault(at="receiver[1] at BeginWrite", push_error="the transition st
 
 def _cut(link: str, for_s: float, payload: int = 1) -> Fault:
     """As its sender comes to this payload: another owner's may all be through by then."""
-    sender = link.split()[0] if link.startswith("owner") else "owner[0]"
+    sender = link.split(maxsplit=1)[0] if link.startswith("owner") else "owner[0]"
     return Fault(at=f"{sender} before payload {payload}", who=link, do="partition", for_s=for_s)
 
 
