@@ -377,3 +377,13 @@ def test_logs_of_two_records_are_refused(logs):
     path.write_text(path.read_text().replace('"record_id":"default"', '"record_id":"other"'))
     with pytest.raises(RefusedError, match="records default, other"):
         read_logs(logs.folder)
+
+
+@pytest.mark.parametrize("role", ["rank", "node", "owner", "coordinator"])
+def test_two_logs_of_one_actor_are_refused(logs, role):
+    """Else a whole copy would stand for one from which something was taken away."""
+    path = logs.path(role, "a" if role in {"rank", "node"} else "")
+    copy = path.with_name(f"{role}-zzz.ndjson")
+    shutil.copy(path, copy)
+    with pytest.raises(RefusedError, match=f"{path.name} and {copy.name} are both of {role}"):
+        logs.validate()

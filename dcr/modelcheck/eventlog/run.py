@@ -5,12 +5,24 @@ from dataclasses import dataclass, field
 
 from dcr.modelcheck.eventlog.history import History
 from dcr.modelcheck.eventlog.read import Line, Logs
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.event import Event
 from dcr.protocol.record import OwnerRef
 from dcr.protocol.step import Step
 
 READS_K = ("CloseGate", "OpenGate")
 """Steps that a node takes on reading K, at the revision that the line names."""
+
+
+def _check_one_each(logs: Logs) -> None:
+    """Two files of one actor: the one would hide what is missing from the other."""
+    files: dict[tuple[str, str, int], str] = {}
+    for chain in logs.chains:
+        e, file = chain[0].event, chain[0].path.name
+        if (other := files.setdefault((e.role, e.name, e.incarnation), file)) != file:
+            raise RefusedError(
+                f"{other} and {file} are both of {e.role} {e.name}, of one start of it: keep the original"
+            )
 
 
 @dataclass
@@ -38,6 +50,7 @@ class Run:
     @classmethod
     def of(cls, logs: Logs) -> "Run":
         """From the files; see ``History`` for what is raised."""
+        _check_one_each(logs)
         run = cls(History(line for chain in logs.chains for line in chain), notes=list(logs.notes))
         for chain in logs.chains:
             e = chain[0].event
