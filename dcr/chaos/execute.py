@@ -1,5 +1,6 @@
 """From a scenario to its report: the run, its event logs held to the specification, and its timeline."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,6 +10,7 @@ import msgspec
 
 from dcr.chaos.report import FaultReport, RunReport
 from dcr.chaos.run import Run
+from dcr.chaos.run_folder import FolderError, RunFolder
 from dcr.chaos.scenario import Deployment, Scenario
 from dcr.chaos.servers import missing
 from dcr.chaos.timeline import write_timeline
@@ -23,12 +25,12 @@ _VALIDATE_TIMEOUT_S = 600
 """Of each part of a long log."""
 
 
-def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: str = "") -> RunReport:
+def execute(scenario: Scenario, folder: RunFolder, tell: Callable[[str], None], bug: str = "") -> RunReport:
     """Run a scenario; everything but the event logs is checked afterwards.
 
     Args:
         scenario: what to run.
-        folder: for everything that it leaves; what an earlier run left there is removed.
+        folder: for everything that it leaves; what an earlier run left there is removed first.
         tell: takes a line of progress.
         bug: what is broken on purpose; empty for nothing.
 
@@ -36,11 +38,15 @@ def execute(scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: 
         RefusedError: a model cannot be made.
     """
     d = scenario.deployment
+    nothing = RunReport(name=scenario.name, ok=True, deployment=describe(d), folder=str(folder.path))
     lacks = missing(s3=d.store_process, etcd=d.control == "etcd")
     if lacks:
-        where = describe(d)
-        return RunReport(name=scenario.name, ok=True, deployment=where, folder=str(folder), skipped=f"no {lacks}")
-    run = Run(scenario, folder, tell, bug)
+        return msgspec.structs.replace(nothing, skipped=f"no {lacks}")
+    try:
+        folder.empty()
+        run = Run(scenario, folder.path, tell, bug)
+    except FolderError as e:
+        return msgspec.structs.replace(nothing, ok=False, problems=(str(e),))
     run.run()
     return report_of(run)
 
@@ -76,8 +82,7 @@ def report_of(run: Run) -> RunReport:
         seconds=time.monotonic() - run.totals.began_s,
         began_s=zero_s,
     )
-    _keep(report)
-    return report
+    return _kept(report)
 
 
 def _notes(run: Run) -> Iterator[str]:
@@ -99,10 +104,16 @@ def describe(d: Deployment) -> str:
     return f"{d.transport} {d.control} {d.gate} {d.engines}e{coordinators}{ranks}"
 
 
-def _keep(report: RunReport) -> None:
+def _kept(report: RunReport) -> RunReport:
+    """The same report, now in its folder; where it cannot be written, that is one more problem."""
     folder = Path(report.folder)
-    (folder / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
-    write_timeline(folder, report)
+    try:
+        (folder / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        write_timeline(folder, report)
+    except OSError as e:
+        said = f"{folder}: report and timeline cannot be written: {e}"
+        return msgspec.structs.replace(report, ok=False, problems=(*report.problems, said))
+    return report
 
 
 def validated(report: RunReport, spec: Path, tell: Callable[[str], None]) -> RunReport:
@@ -119,8 +130,7 @@ def validated(report: RunReport, spec: Path, tell: Callable[[str], None]) -> Run
     report = msgspec.structs.replace(
         report, logs=logs, validated=validated, ok=report.ok and not problems, problems=report.problems + problems
     )
-    _keep(report)
-    return report
+    return _kept(report)
 
 
 def _validate(events: Path, spec: Path, tell: Callable[[str], None]) -> tuple[str, bool, tuple[str, ...]]:
@@ -157,6 +167,9 @@ def execute_all(
         spec: folder of the specification; None to validate nothing.
         tell: takes a line of progress.
         done: is given each report, in the order of the scenarios.
+
+    Raises:
+        RefusedError: one of the folders cannot be used, and nothing was started; or a model cannot be made.
     """
     reports: list[RunReport] = []
     waiting: list[Future[RunReport]] = []
@@ -167,10 +180,11 @@ def execute_all(
             reports.append(report)
             done(report)
 
-    with ThreadPoolExecutor(1) as checker:
-        for scenario in scenarios:
+    with contextlib.ExitStack() as taken, ThreadPoolExecutor(1) as checker:
+        folders = [taken.enter_context(RunFolder(folder / in_a_path(s.name))) for s in scenarios]
+        for scenario, its in zip(scenarios, folders, strict=True):
             tell(f"{scenario.name}: {describe(scenario.deployment)}")
-            report = execute(scenario, folder / in_a_path(scenario.name), tell)
+            report = execute(scenario, its, tell)
             if spec is None:
                 waiting.append(_known(report))
             else:

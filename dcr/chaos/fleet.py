@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from dcr.chaos.child import RECORD, ChildConfig
 from dcr.chaos.disk import Disk
@@ -16,6 +16,7 @@ from dcr.chaos.model import CHECKPOINT, make, train_step
 from dcr.chaos.point import SERVERS, Who
 from dcr.chaos.process import Child, ChildError
 from dcr.chaos.proxy import Proxy
+from dcr.chaos.run_folder import FolderError
 from dcr.chaos.scenario import Scenario
 from dcr.chaos.servers import BUCKET, S3_ENVIRONMENT, Etcd, Server, Store
 from dcr.chaos.trainer_child import save
@@ -48,12 +49,13 @@ class Fleet:
 
     Args:
         scenario: what to start.
-        folder: made here; what an earlier run left in it is removed.
+        folder: of the run, empty or not there yet (``RunFolder``).
         bug: what is broken on purpose; empty for nothing.
 
     Raises:
         MissingServerError: a server that the scenario needs is not installed.
         RefusedError: a model cannot be made.
+        FolderError: the checkpoints cannot be written.
     """
 
     def __init__(self, scenario: Scenario, folder: Path, bug: str = "") -> None:
@@ -74,19 +76,18 @@ class Fleet:
         """Those between a process and the relay of a node."""
         self.disk: Disk | None = None
         self._control: ControlPlane | None = None
-        if folder.exists():
-            Disk.clear(folder)
-            shutil.rmtree(folder)
-        (folder / "checkpoints").mkdir(parents=True)
         self.events = folder / "events"
         self.first = folder / "checkpoints" / "v0"
         self._foreign = folder / "foreign"
         model = make(scenario.deployment.model.trainer)
         of = scenario.deployment.model.trainer
         beside = Path(of.removeprefix(CHECKPOINT)) if of.startswith(CHECKPOINT) else None
-        save(model, self.first, beside)
-        train_step(model, _FOREIGN_SEED, 0.5)
-        save(model, self._foreign, self.first)
+        try:
+            save(model, self.first, beside)
+            train_step(model, _FOREIGN_SEED, 0.5)
+            save(model, self._foreign, self.first)
+        except (OSError, SafetensorError) as e:
+            raise FolderError(f"{folder}: the checkpoints of version 0 cannot be written: {e}") from e
 
     # ------------------------------------------------------------ starting
 

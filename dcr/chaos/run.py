@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from safetensors import SafetensorError
 
 from dcr.chaos.bits import Twins
 from dcr.chaos.checks import Checks
@@ -36,13 +37,14 @@ class Run:
 
     Args:
         scenario: what to run.
-        folder: for everything that it leaves; made anew.
+        folder: for everything that it leaves, empty or not there yet (``RunFolder``).
         tell: takes a line of progress.
         bug: what is broken on purpose (``dcr.chaos.bugs``); empty for nothing.
 
     Raises:
         MissingServerError: a server that the scenario needs is not installed.
         RefusedError: a model cannot be made.
+        FolderError: the checkpoints cannot be written.
     """
 
     def __init__(self, scenario: Scenario, folder: Path, tell: Callable[[str], None], bug: str = "") -> None:
@@ -78,13 +80,15 @@ class Run:
             self._told(lambda: self._read_history(end=True))
         finally:
             self.fleet.close()
-        self.checks.requests()
+        self._told(self.checks.requests)
 
     def _told(self, act: Callable[[], None]) -> None:
         try:
             act()
         except DcrError as e:
             self.checks.problems.append(str(e))
+        except (OSError, SafetensorError) as e:  # a disk that filled meanwhile
+            self.checks.problems.append(f"{self.fleet.folder}: {e}")
 
     def _refits(self) -> None:
         for refit in range(1, self.scenario.deployment.trainer.refits + 1):

@@ -1,6 +1,7 @@
 """`dcr chaos`: scripted faults of real processes, and whether a bit was lost."""
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -221,6 +222,7 @@ def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
 def _soak(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.chaos.execute import report_of, validated  # noqa: PLC0415 - torch is slow to import
     from dcr.chaos.report import HEADER, details, row  # noqa: PLC0415
+    from dcr.chaos.run_folder import RunFolder  # noqa: PLC0415
     from dcr.chaos.soak import Soak  # noqa: PLC0415
 
     screen = _Screen()
@@ -229,13 +231,15 @@ def _soak(options: argparse.Namespace) -> dict[str, Any]:
         if not text.endswith("committed, relative"):  # of what goes as it should, the count at the end is enough
             screen.tell(text)
 
-    soak = Soak(options.folder.absolute() / "soak", options.seconds, options.seed, options.gate, tell)
-    soak.soak()
-    screen.row(str(soak.row or "WRONG  it did not come to a hundred relative refits in a row"))
-    report = report_of(soak.run)
-    if not options.no_logs:
-        screen.tell("event logs are held to the specification")
-        report = validated(report, options.spec.absolute(), screen.tell)
+    with RunFolder(options.folder.absolute() / "soak") as folder:
+        folder.empty()
+        soak = Soak(folder.path, options.seconds, options.seed, options.gate, tell)
+        soak.soak()
+        screen.row(str(soak.row or "WRONG  it did not come to a hundred relative refits in a row"))
+        report = report_of(soak.run)
+        if not options.no_logs:
+            screen.tell("event logs are held to the specification")
+            report = validated(report, options.spec.absolute(), screen.tell)
     screen.row(HEADER)
     screen.row(row(report))
     for line in details(report):
@@ -248,12 +252,15 @@ def _soak(options: argparse.Namespace) -> dict[str, Any]:
 def _bugs(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.chaos.bugs import BUGS  # noqa: PLC0415 - torch is slow to import
     from dcr.chaos.execute import execute  # noqa: PLC0415
+    from dcr.chaos.run_folder import RunFolder  # noqa: PLC0415
 
     screen, found = _Screen(), {}
-    for name, bug in BUGS.items():
-        screen.tell(f"{name}: {bug.sentence}")
-        report = execute(bug.scenario, options.folder.absolute() / f"bug-{name}", screen.tell, name)
-        noticed = next((p for p in report.problems if bug.notices in p), "")
-        found[name] = noticed
-        screen.row(f"{'caught' if noticed else 'MISSED':8}{name:24}{bug.sentence}: {noticed or report.problems}")
+    with contextlib.ExitStack() as taken:
+        folders = {n: taken.enter_context(RunFolder(options.folder.absolute() / f"bug-{n}")) for n in BUGS}
+        for name, bug in BUGS.items():
+            screen.tell(f"{name}: {bug.sentence}")
+            report = execute(bug.scenario, folders[name], screen.tell, name)
+            noticed = next((p for p in report.problems if bug.notices in p), "")
+            found[name] = noticed
+            screen.row(f"{'caught' if noticed else 'MISSED':8}{name:24}{bug.sentence}: {noticed or report.problems}")
     return {"ok": all(found.values()), "bugs": found}
