@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from dcr.chaos.journal import Journal
+from dcr.chaos.lifetime import end_with_parent
 from dcr.chaos.model import VLLM
 from dcr.chaos.trigger import Armed, Trigger
 
@@ -117,6 +118,7 @@ def run(encoded: bytes, pipe: Connection) -> None:
         encoded: a ``ChildConfig``, JSON.
         pipe: to the harness.
     """
+    end_with_parent()  # which ends with the harness, see ``preload``
     config = msgspec.json.decode(encoded, type=ChildConfig)
     _log_to(Path(config.folder) / f"{config.name}-{config.start}.log")
     os.environ.update(config.environment)

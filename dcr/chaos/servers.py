@@ -1,6 +1,5 @@
 """Real servers that a scenario may need: SeaweedFS for transport s3, etcd for control etcd."""
 
-import ctypes
 import http.client
 import json
 import random
@@ -13,11 +12,10 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from dcr.chaos.lifetime import end_with_parent
 from dcr.protocol.errors import DcrError
 
 READY_TIMEOUT_S = 60.0
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 30.0
 _PORTS = range(21_000, 29_000)
 """Below those that the system gives out; SeaweedFS also takes each one's + 10,000."""
@@ -54,11 +52,6 @@ class Server(Protocol):
         """SIGCONT."""
 
 
-def _end_with_parent() -> None:
-    """In a server before it starts: it must not outlive a harness that is killed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class _Process:
     """What both servers have in common: one process with a log."""
 
@@ -79,7 +72,7 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call into libc, which takes no lock
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - one call into libc, which takes no lock
             )
 
     def _wait_ready(self) -> None:

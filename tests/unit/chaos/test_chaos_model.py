@@ -10,6 +10,15 @@ from dcr.chaos.model import check, make, train_step
 from dcr.protocol.errors import RefusedError
 
 OWN = Path(__file__).parents[3] / "examples" / "chaos"
+_LEAVES = """import sys, torch
+def make():
+    sys.exit(0)
+class Loads(torch.nn.Module):
+    def load_weights(self, weights):
+        sys.exit(0)
+    def train_step(self, seed, rate):
+        sys.exit(0)
+"""
 
 
 @pytest.mark.parametrize(
@@ -26,6 +35,30 @@ def test_models_that_cannot_be_run_are_refused_before_anything_is_started(monkey
     monkeypatch.syspath_prepend(OWN)
     with pytest.raises(RefusedError, match=said):
         check(trainer, engine)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "said"),
+    [
+        ("leaves_as_imported:make", "own_models:Served", "'leaves_as_imported:make': SystemExit: 0"),
+        ("leaves:make", "own_models:Served", "'leaves:make': called without arguments it raises SystemExit: 0"),
+        ("own_models:Trained", "leaves:Loads", "'leaves:Loads': its load_weights, .* raises SystemExit: 0"),
+    ],
+)
+def test_a_model_that_would_end_the_harness_is_refused(monkeypatch, tmp_path, trainer, engine, said):
+    (tmp_path / "leaves_as_imported.py").write_text("raise SystemExit(0)")
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(OWN)
+    with pytest.raises(RefusedError, match=said):
+        check(trainer, engine)
+
+
+def test_a_step_that_would_end_the_harness_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RefusedError, match=r"model Loads: its train_step\(3, 0.5\) raises SystemExit: 0"):
+        train_step(make("leaves:Loads"), 3, 0.5)
 
 
 def test_the_example_is_what_it_says(monkeypatch):
