@@ -1,8 +1,11 @@
 """Reading a scenario's file: YAML, each key once, and errors that say what is allowed (docs/chaos.md, *A scenario*)."""
 
+import contextlib
 import difflib
 import re
+import stat
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +21,15 @@ _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`(?: - at
 _AT = re.compile(r".* - at `(?P<at>\$[^`]*)`")
 _STEPS = re.compile(r"\.(?P<field>\w+)|\[[^\]]*\]")
 _BRACKETS = re.compile(r"[{,]\s*(?P<key>at|who)\s*:\s*[a-z]+\[")
-_COMMENTED = re.compile(r"^[\s-]*(?P<key>at|who)\s*:\s*[^\s\"'#][^\"'#]* #\d")
+_COMMENT = re.compile(r"#[^\r\n]*")
+_COUNT = re.compile(r"#\d+")
+_OPENS = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_CLOSES = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 _WORDS = {
     "object": "a mapping",
     "array": "a list",
@@ -38,6 +49,8 @@ def read_scenario(path: Path) -> Scenario:
             names the file, the key and what is allowed.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise RefusedError(f"scenario {path}: not a regular file")
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
     except OSError as e:
@@ -82,15 +95,37 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         made: dict[Any, Any] = super().construct_mapping(node, deep)
         return made
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as e:  # of a date that is none, or a number that is too long
+            raise RefusedError(f"line {node.start_mark.line + 1}: {node.value[:40]!r}: {e}") from e
+
 
 def _refuse_comments(data: bytes) -> None:
-    """A count begins with what is a comment in YAML, which would leave it out without a word."""
-    for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
-        if found := _COMMENTED.match(line):
-            raise RefusedError(
-                f"line {number}: # begins a comment in YAML, so the count would be left out: put the sentence of "
-                f"`{found['key']}` in quotes"
-            )
+    """A count begins with what is a comment in YAML, which would leave it out of a fault without a word."""
+    text = data.decode(errors="replace")
+    for begin, end in _between_tokens_of_faults(text):
+        for comment in _COMMENT.finditer(text, begin, end):
+            if found := _COUNT.match(comment[0]):
+                line = text.count("\n", 0, comment.start()) + 1
+                raise RefusedError(
+                    f"line {line}: # begins a comment in YAML, so {found[0]} would be left out: put the sentence that "
+                    "it ends in quotes; where a comment is meant, put a space after #"
+                )
+
+
+def _between_tokens_of_faults(text: str) -> Iterator[tuple[int, int]]:
+    """Where, within the value of ``faults``, YAML has nothing but blanks and comments."""
+    depth, last, within = 0, None, False
+    with contextlib.suppress(yaml.YAMLError):  # said by whoever loads it
+        for token in yaml.scan(text):
+            if within and last is not None:
+                yield last.end_mark.index, token.start_mark.index
+            if depth == 1 and isinstance(last, yaml.KeyToken):
+                within = isinstance(token, yaml.ScalarToken) and token.value == "faults"
+            depth += isinstance(token, _OPENS) - isinstance(token, _CLOSES)
+            last = token
 
 
 def _unquoted(data: bytes, error: Exception) -> str:

@@ -2,11 +2,12 @@
 
 Every command takes `--json`: one JSON object, with at least `command` and `ok`, on the last line of standard output.
 Exit status: 0 all is as it should be; 1 something is not; 2 the command line is wrong; 3 the command could not do its
-work (a missing tool, an input that was refused), which proves nothing.
+work (a missing tool, an input that was refused), which proves nothing; 130 it was interrupted (SIGINT).
 """
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from dcr.protocol.errors import DcrError
 
 FAILED = 1
 IMPOSSIBLE = 3
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = error.report if isinstance(error, UndecidedError) else {}
         report = {"ok": False, "error": str(error), **found}
         status = IMPOSSIBLE
+    except KeyboardInterrupt:
+        print(f"dcr {name}: interrupted", file=sys.stderr)  # noqa: T201 -- what a command says
+        report = {"ok": False, "error": "interrupted"}
+        status = INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough; nobody is left to tell anything.
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 -- for the interpreter's last flush

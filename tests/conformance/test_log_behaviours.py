@@ -1,6 +1,7 @@
 """`dcr spec validate`: logs of real runs are behaviours of the specification; falsified ones are rejected, by line."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -370,6 +371,13 @@ def test_a_log_without_its_start_is_rejected(logs):
 def test_nothing_to_validate_is_said(tmp_path, folder, said, capsys):
     assert main(["spec", "validate", str(tmp_path / folder)]) == 3
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_what_is_no_regular_file_among_logs_is_refused_by_name(tmp_path, make, capsys):
+    make(tmp_path / "odd.ndjson")
+    assert main(["spec", "validate", str(tmp_path)]) == 3
+    assert f"{tmp_path}/odd.ndjson: not a regular file" in capsys.readouterr().err
 
 
 def test_logs_of_two_records_are_refused(logs):

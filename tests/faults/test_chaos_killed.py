@@ -1,5 +1,6 @@
-"""The harness killed in the middle of a stall: nothing that it started may outlive it, not even what is stopped."""
+"""The harness killed, or interrupted, during a stall: nothing that it started outlives it, not even what is stopped."""
 
+import json
 import os
 import signal
 import subprocess
@@ -39,18 +40,42 @@ def wait_for(condition, timeout_s, what):
         time.sleep(0.05)
 
 
+@pytest.fixture
+def harness(tmp_path):
+    """One that holds a node still."""
+    (tmp_path / "held.yaml").write_text(_SCENARIO)
+    command = [sys.executable, "-m", "dcr.cli.main", "chaos", "run", tmp_path / "held.yaml", "--no-logs", "--json"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, "--folder", tmp_path], cwd=ROOT, start_new_session=True, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            wait_for(lambda: "T" in in_session(process.pid).values(), 300, "no node was stopped")
+            yield process
+        finally:
+            for pid in in_session(process.pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def all_end(harness):
+    alive = {pid: state for pid, state in in_session(harness.pid).items() if state != "Z"}
+    wait_for(lambda: not {*in_session(harness.pid).values()} - {"Z"}, 15, f"still there: {alive}")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_nothing_outlives_a_harness_that_is_killed_while_a_node_is_stopped(tmp_path):
-    (tmp_path / "held.yaml").write_text(_SCENARIO)
-    command = [sys.executable, "-m", "dcr.cli.main", "chaos", "run", tmp_path / "held.yaml", "--no-logs"]
-    with subprocess.Popen([*command, "--folder", tmp_path], cwd=ROOT, start_new_session=True) as harness:
-        try:
-            wait_for(lambda: "T" in in_session(harness.pid).values(), 300, "no node was stopped")
-            harness.kill()
-            harness.wait(30)
-            alive = {pid: state for pid, state in in_session(harness.pid).items() if state != "Z"}
-            wait_for(lambda: not {*in_session(harness.pid).values()} - {"Z"}, 15, f"still there: {alive}")
-        finally:
-            for pid in in_session(harness.pid):
-                os.kill(pid, signal.SIGKILL)
+def test_nothing_outlives_a_harness_that_is_killed_while_a_node_is_stopped(harness):
+    harness.kill()
+    harness.wait(30)
+    all_end(harness)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_an_interrupted_harness_ends_everything_and_says_so_in_one_line(harness):
+    os.killpg(harness.pid, signal.SIGINT)  # as a terminal does
+    said, errors = harness.communicate(timeout=60)
+    assert harness.returncode == 130
+    assert errors == "dcr chaos run: interrupted\n"
+    assert json.loads(said.splitlines()[-1]) == {"command": "chaos run", "ok": False, "error": "interrupted"}
+    all_end(harness)

@@ -68,7 +68,8 @@ def read_logs(folder: Path) -> Logs:
     """Read every log of a folder.
 
     Raises:
-        RefusedError: there is no such folder, no log in it, one that is too large, or logs of several records.
+        RefusedError: there is no such folder, no log in it, one that is too large or no regular file, or logs of
+            several records.
         RejectedError: lines are missing, or one is damaged, where no kill can have done it.
     """
     if not folder.is_dir():
@@ -89,6 +90,8 @@ def read_logs(folder: Path) -> Logs:
 
 
 def _read(path: Path, notes: list[str]) -> tuple[Line, ...]:
+    if not path.is_file():
+        raise RefusedError(f"{path}: not a regular file, and so no event log")
     if path.stat().st_size > FILE_BYTES_MAX:
         raise RefusedError(f"{path}: larger than {FILE_BYTES_MAX} bytes")
     data = path.read_bytes()

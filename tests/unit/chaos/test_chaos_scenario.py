@@ -1,6 +1,7 @@
 """Scenarios and points: what is read, and what a wrong one is told."""
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import get_args
@@ -121,6 +122,55 @@ def test_a_wrong_scenario_is_told_what_is_wrong(old, new, said):
     assert GOOD.count(old) == 1
     with pytest.raises(RefusedError, match=said):
         parse_scenario(GOOD.replace(old, new).encode())
+
+
+_ONE = "name: one\nfaults:\n"
+
+
+@pytest.mark.parametrize(
+    ("faults", "line"),
+    [
+        ("  - at: receiver[0] at EndWrite #3\n", 3),
+        ("  - at:\n      receiver[0] at EndWrite #3\n", 4),
+        ("  - at:\n      receiver[0] at\n      EndWrite\n      #3\n", 6),
+        ("  [{at: receiver at EndWrite #3\n  }]\n", 3),
+        ("  - {do: kill, # of the third\n     at: receiver at EndWrite #3\n    }\n", 4),
+        ("  - {at: receiver at EndWrite #3}\n", 3),
+        ("- who: engine[0] #3\n  at: receiver[0] at EndWrite\n", 3),
+        ("  - &a\n    at: >-\n      receiver[0] at EndWrite\n    do: kill #12\nseed: 1\n", 6),
+    ],
+)
+def test_a_count_that_yaml_takes_for_a_comment_is_refused_wherever_it_is_in_a_fault(faults, line):
+    with pytest.raises(RefusedError, match=rf"^line {line}: # begins a comment in YAML, so #\d+ would be left out"):
+        parse_scenario((_ONE + faults).encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _ONE + "  - at: 'receiver[0] at EndWrite #3'  # the third\n",
+        _ONE + '  - at: "receiver[0]\n      at EndWrite #3"\n',
+        _ONE + "  - at: >-\n      receiver[0] at EndWrite #3\n",
+        _ONE + "  # issue #3\n  - {at: 'receiver[0] at EndWrite #3', do: kill}  # 3\nseed: 1 #2 was slow\n",
+        "#1\n" + _ONE + "  - at: 'receiver[0] at EndWrite #3'\n",
+    ],
+)
+def test_a_count_in_quotes_is_one_and_a_comment_stays_one(text):
+    (fault,) = parse_scenario(text.encode()).faults
+    assert fault.point.count == 3
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "1" * 5000])
+def test_a_value_that_yaml_cannot_make_is_told_with_its_line(value):
+    with pytest.raises(RefusedError, match=f"^line 3: '{value[:40]}'"):
+        parse_scenario(f"name: one\nfaults:\n  - at: {value}\n".encode())
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path, Path("/dev/zero")):
+        with pytest.raises(RefusedError, match=f"scenario {path}: not a regular file"):
+            read_scenario(path)
 
 
 def test_coordinators_make_the_trainers_one_live_elsewhere_with_a_lease_that_grows_with_them():
