@@ -10,6 +10,7 @@ from dcr.runtime.refit_status import Told
 
 _CHARS_MAX = 400
 """Of the names of whoever is waited for: enough to see who they are."""
+WAITS_FOR_OPERATOR = "the transition has stopped, and waits for the operator: dcr transition --help"
 
 
 class FleetStatus(Told, frozen=True):
@@ -112,7 +113,7 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
         case Phase.IDLE if role.seats.missing and _open(role):
             return f"no connection to {', '.join(role.seats.missing)} yet"
         case Phase.IDLE if role.held and not role.resumed:
-            return "the transition has stopped, and waits for the operator: dcr transition --help"
+            return WAITS_FOR_OPERATOR
         case Phase.IDLE if role.pausing:
             return f"a push pauses before its next attempt, for {role.pausing}"
         case Phase.IDLE if role.seats.ready and role.awaited:

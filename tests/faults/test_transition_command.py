@@ -1,6 +1,7 @@
 """A transition that stopped waits for the operator, who ends the wait by `dcr transition`, wherever the leader is."""
 
 import json
+import re
 import signal
 import threading
 import time
@@ -72,7 +73,13 @@ def stopped(fleet, spoilt=-1):
 @pytest.mark.parametrize(("order", "kind"), [("resume", "absolute"), ("dense", "dense")])
 def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
     operator = Operator(fleet, capsys)
+    assert "transition" not in fleet.refit._under_way()
     e, push = stopped(fleet)
+    fleet.wait(lambda: "transition" in fleet.refit._under_way())
+    told = fleet.refit._under_way()["transition"].text()
+    assert "rank-0, its push waits, at most 60 s in all: the transition to version 1 of record 'default'" in told
+    assert re.search(r"has stopped after 1 attempt, for: .*does not match its own digest.*; an operator ends", told)
+    assert "dcr transition show|resume|dense|abandon|roll-back --control ..." in told
     status, shown = operator("show")
     assert (status, shown["record"]["open"]["stopped"], shown["waiting"]) == (0, True, ["rank-0"])
     assert "does not match its own digest" in shown["failures"][0]
@@ -82,6 +89,7 @@ def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
     assert operator(order)[0] == 0
     push.end()
     assert push.report.kind == kind
+    assert "transition" not in fleet.refit._under_way()
     fleet.check(e)
     for again in ("resume", "dense", "abandon", "roll-back"):
         status, said = operator(again)
