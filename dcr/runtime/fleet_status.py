@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.leader import Phase
-from dcr.protocol.record import OpenTransition
+from dcr.protocol.record import Member, OpenTransition
 from dcr.protocol.session import Session
 from dcr.runtime.refit_status import Told
 
@@ -74,6 +74,13 @@ def fleet_status(
         refused,
         role.next_dense,
     )
+
+
+def not_admitted(role: Coordinator, connected: Iterable[tuple[str, int]]) -> dict[Member, str]:
+    """Engines whose node is connected and that K does not name as members, and why; arguments as ``fleet_status``."""
+    members = () if role.record is None else role.record.members
+    found = {m: role.fleet.of(m) for m in sorted(Member(*c) for c in connected) if m not in members}
+    return {m: "it has not asked to be let in" if e is None else e.standing for m, e in found.items()}
 
 
 def _short(text: str) -> str:
