@@ -6,6 +6,8 @@ import msgspec
 
 NAMED_MAX = 8
 """How many problems of a run are printed."""
+_NAME_CHARS_MIN, _NAME_CHARS_MAX = 34, 80
+"""Of the name of a run, in the table."""
 
 
 class FaultReport(msgspec.Struct, frozen=True):
@@ -102,8 +104,9 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __str__(self) -> str:
+        runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
         return (
-            f"{self.runs} runs, {self.failed} failed, {self.skipped} skipped: {self.faults} faults, "
+            f"{runs}, {self.failed} failed, {self.skipped} skipped: {self.faults} faults, "
             f"{self.kills} kills, {self.restarts} restarts, {self.commits} commits, {self.retries} retries, "
             f"{self.requests:,} answers and {self.bytes_compared:,} resident bytes compared, "
             f"{self.logs_validated} logs validated, slowest recovery {self.recovery_s:.1f} s, "
@@ -111,25 +114,38 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-HEADER = (
-    f"{'scenario':34} {'deployment':24} {'faults':>6} {'commits':>7} {'retries':>7} {'recovery':>8} {'answers':>9} "
-    f"{'bytes':>10} {'time':>6}"
-)
+def name_chars(names: Iterable[str]) -> int:
+    """How wide the first column is, for runs of these names."""
+    return min(max(_NAME_CHARS_MIN, *map(len, names)), _NAME_CHARS_MAX)
 
 
-def row(r: RunReport) -> str:
+def header(chars: int) -> str:
+    """The first line of the table, whose first column is so wide."""
+    return (
+        f"{'scenario':{chars}} {'deployment':24} {'faults':>6} {'commits':>7} {'retries':>7} {'recovery':>8} "
+        f"{'answers':>9} {'bytes':>10} {'time':>6}"
+    )
+
+
+def row(r: RunReport, chars: int) -> str:
     """One line of the table."""
+    first = f"{r.name[:chars]:{chars}} {r.deployment[:24]:24}"
     if r.skipped:
-        return f"{r.name[:34]:34} {r.deployment[:24]:24} SKIPPED: {r.skipped}"
+        return f"{first} SKIPPED: {r.skipped}"
     struck = sum(f.fired_s is not None for f in r.faults)
     return (
-        f"{r.name[:34]:34} {r.deployment[:24]:24} {struck:6} {r.commits:7} {r.retries:7} {r.recovery_s:6.1f} s "
+        f"{first} {struck:6} {r.commits:7} {r.retries:7} {r.recovery_s:6.1f} s "
         f"{r.requests:9,} {r.bytes_compared:10,} {r.seconds:4.0f} s  {r.verdict}"
     )
 
 
-def details(r: RunReport) -> Iterable[str]:
-    """What is to be said below the line."""
+def details(r: RunReport, *, page: bool = False) -> Iterable[str]:
+    """What is to be said below the line.
+
+    Args:
+        r: the run.
+        page: name its page also if nothing is wrong.
+    """
     for problem in r.problems[:NAMED_MAX]:
         yield f"  WRONG  {problem}"
     if len(r.problems) > NAMED_MAX:
@@ -140,3 +156,5 @@ def details(r: RunReport) -> Iterable[str]:
         yield f"  logs   {r.logs}"
     if r.problems:
         yield f"  see    {r.folder}/timeline.html and the logs beside it"
+    elif page and not r.skipped:
+        yield f"  see    {r.folder}/timeline.html"

@@ -197,15 +197,15 @@ class _Screen:
 
 def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
     from dcr.chaos.execute import execute_all  # noqa: PLC0415 - torch is slow to import
-    from dcr.chaos.report import HEADER, RunReport, Totals, details, row  # noqa: PLC0415
+    from dcr.chaos.report import RunReport, Totals, details, header, name_chars, row  # noqa: PLC0415
 
     began = time.monotonic()
-    screen = _Screen()
-    screen.row(HEADER)
+    screen, chars = _Screen(), name_chars(s.name for s in scenarios)
+    screen.row(header(chars))
 
     def done(report: RunReport) -> None:
-        screen.row(row(report))
-        for line in details(report):
+        screen.row(row(report, chars))
+        for line in details(report, page=options.kind == "run"):
             screen.row(line)
 
     spec = None if options.no_logs else options.spec.absolute()
@@ -221,7 +221,7 @@ def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
 
 def _soak(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.chaos.execute import report_of, validated  # noqa: PLC0415 - torch is slow to import
-    from dcr.chaos.report import HEADER, details, row  # noqa: PLC0415
+    from dcr.chaos.report import details, header, name_chars, row  # noqa: PLC0415
     from dcr.chaos.run_folder import RunFolder  # noqa: PLC0415
     from dcr.chaos.soak import Soak  # noqa: PLC0415
 
@@ -240,8 +240,9 @@ def _soak(options: argparse.Namespace) -> dict[str, Any]:
         if not options.no_logs:
             screen.tell("event logs are held to the specification")
             report = validated(report, options.spec.absolute(), screen.tell)
-    screen.row(HEADER)
-    screen.row(row(report))
+    chars = name_chars([report.name])
+    screen.row(header(chars))
+    screen.row(row(report, chars))
     for line in details(report):
         screen.row(line)
     screen.row(f"{soak.refits} refits" + ("" if report.ok else ", and not every check held"))

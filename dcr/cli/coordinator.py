@@ -83,12 +83,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         DcrError: an argument was refused, or something could not be opened.
     """
-    from dcr.runtime.standby import CoordinatorFailedError, Standby  # noqa: PLC0415 - it takes a second to import
-
     settings = _settings([*options.settings, *([f"event_log={options.event_log}"] if options.event_log else [])])
     name = f"coordinator-{socket.gethostname()}" if options.name is None else options.name
     check_text("name", name, 100)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dcr.coordinator").info("coordinator %s starts, for record %r", name, options.record_id)
+    from dcr.runtime.standby import CoordinatorFailedError, Standby  # noqa: PLC0415 - it takes a second to import
+
     with ExitStack() as opened:
         control = open_control_plane(options.control)
         opened.callback(control.close)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from dcr.cli.record_options import add_channel, add_control, add_record_id
-from dcr.cli.report import UndecidedError, say
+from dcr.cli.report import UndecidedError, say, waiting
 from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane
 from dcr.control_plane.lease import Lease
@@ -67,7 +67,12 @@ def add(commands: Any) -> None:
         add_record_id(one)
         add_channel(one)
         one.add_argument(
-            "--timeout-s", type=float, default=30.0, metavar="S", help="how long to look for the leader and wait (30)"
+            "--timeout-s",
+            type=float,
+            default=30.0,
+            metavar="S",
+            help="how long to look for the leader, and then for its answer (30); a trainer that was closed has none, "
+            "and is not waited for",
         )
         one.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
 
@@ -81,10 +86,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     what = Intervention(options.what)
     control = open_existing(options.control)
     try:
-        answer = _asked(control, options, what)
+        bound = f"at most {options.timeout_s:g} s until it is found, and as long for its answer"
+        with waiting("transition", lambda: f"the leader of record {options.record_id!r}, {bound}"):
+            answer = _asked(control, options, what)
         lease = None if answer.leader else control.leader(options.record_id)
     finally:
         control.close()
+    if what is not Intervention.SHOW:
+        say("before the order:")
     _show(answer, lease)
     if not answer.leader:
         raise UndecidedError(answer.refused, {"what": what.value, **_plain(answer)})

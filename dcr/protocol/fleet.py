@@ -40,6 +40,15 @@ class Engine:
         return Member(self.join.engine, self.join.incarnation)
 
     @property
+    def standing(self) -> str:
+        """What keeps it from taking part, or what it holds; for people."""
+        if self.refused:
+            return f"refused: {self.refused}"
+        if not self.connected:
+            return "not connected"
+        return "at fault" if self.at_fault else f"holds {_held(self.state)}"
+
+    @property
     def at_fault(self) -> bool:
         """True if attempts had better go on without it: it is silent, or failed one attempt after another."""
         return self.silent or self.attempt_failures >= ATTEMPT_FAILURES_MAX
@@ -147,15 +156,7 @@ class Fleet:
 
     def describe(self) -> str:
         """Every engine heard of, and what keeps it from taking part; for people."""
-
-        def of(e: Engine) -> str:
-            if e.refused:
-                return f"refused: {e.refused}"
-            if not e.connected:
-                return "not connected"
-            return "at fault" if e.at_fault else f"holds {_held(e.state)}"
-
-        known = [f"{name} ({of(e)})" for name, e in sorted(self.engines.items())]
+        known = [f"{name} ({e.standing})" for name, e in sorted(self.engines.items())]
         return ", ".join(known) or (
             "none asks to take part: start one; if one runs, its log says what it waits for (control, record_id and "
             "delivery must be the same on both sides)"

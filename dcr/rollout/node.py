@@ -25,7 +25,7 @@ from dcr.runtime.event_log import event_folder
 from dcr.runtime.node_agent import NodeAgent
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.progress import EngineStatus
-from dcr.runtime.progress_log import ProgressLog, Steps
+from dcr.runtime.progress_log import ProgressLog, Steps, Stuck
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
 from dcr.runtime.registry import RelayDirectory
@@ -168,9 +168,14 @@ class RolloutNode:
         """What each engine does now, and why it does not serve if it does not."""
         return {name: agent.status for name, agent in self._agents.items()}
 
-    def _under_way(self) -> Mapping[str, str]:
-        found = {name: agent.status.refit for name, agent in self._agents.items()}
-        return {name: f"engine {name}, {status}" for name, status in found.items() if status is not None}
+    def _under_way(self) -> Mapping[str, str | Stuck]:
+        found: dict[str, str | Stuck] = {}
+        for name, agent in self._agents.items():
+            if hangs := agent.hangs:
+                found[name] = Stuck(partial(str, f"engine {name} serves nothing: it waits for {hangs}"))
+            elif (status := agent.status.refit) is not None:
+                found[name] = f"engine {name}, {status}"
+        return found
 
     @property
     def received(self) -> tuple[int, int]:

@@ -43,7 +43,7 @@ from dcr.runtime.channel import Connected, Disconnected, HubEvent, Peer, Receive
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.committed_attempt import CommittedAttempt
 from dcr.runtime.event_log import EventLog
-from dcr.runtime.fleet_status import FleetStatus, fleet_status
+from dcr.runtime.fleet_status import FleetStatus, fleet_status, not_admitted
 from dcr.runtime.hub import Hub
 from dcr.runtime.intervention import intervened
 from dcr.runtime.kept_order import KeptOrder
@@ -140,6 +140,7 @@ class CoordinatorHost:
             record_id,
             names,
             lambda role, name, order: self._send(role, name, encode_message(order)),
+            lambda: not_admitted(self._role, self._nodes),
             settings.verify_timeout_s,
         )
         self._kept = KeptOrder(control, record_id)
@@ -302,11 +303,16 @@ class CoordinatorHost:
             except queue.Empty:
                 continue
 
+    @property
+    def _nodes(self) -> list[tuple[str, int]]:
+        """Names and incarnations of the engines whose nodes are connected."""
+        return [(peer.name, peer.incarnation) for (role, _), peer in self._peers.items() if role == "node"]
+
     def _take_stock(self) -> None:
         """Bring the status up to date, and tell once of what nobody would look for there."""
         next_dense = self._status.next_dense
         nodes = {peer for (role, _), peer in self._peers.items() if role == "node"}
-        self._status = fleet_status(self._role, [(p.name, p.incarnation) for p in nodes], self._hub.refused)
+        self._status = fleet_status(self._role, self._nodes, self._hub.refused)
         if self._status.next_dense not in ("", next_dense):
             _log.warning("%s: the next push sends every element: %s", self._record_id, self._status.next_dense)
         now = time.monotonic()

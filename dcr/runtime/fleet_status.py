@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.leader import Phase
-from dcr.protocol.record import OpenTransition
+from dcr.protocol.record import Member, OpenTransition
 from dcr.protocol.session import Session
 from dcr.runtime.refit_status import Told
 
 _CHARS_MAX = 400
 """Of the names of whoever is waited for: enough to see who they are."""
+WAITS_FOR_OPERATOR = "the transition has stopped, and waits for the operator: dcr transition --help"
 
 
 class FleetStatus(Told, frozen=True):
@@ -75,6 +76,13 @@ def fleet_status(
     )
 
 
+def not_admitted(role: Coordinator, connected: Iterable[tuple[str, int]]) -> dict[Member, str]:
+    """Engines whose node is connected and that K does not name as members, and why; arguments as ``fleet_status``."""
+    members = () if role.record is None else role.record.members
+    found = {m: role.fleet.of(m) for m in sorted(Member(*c) for c in connected) if m not in members}
+    return {m: "it has not asked to be let in" if e is None else e.standing for m, e in found.items()}
+
+
 def _short(text: str) -> str:
     return text if len(text) <= _CHARS_MAX else f"{text[:_CHARS_MAX]} ... ({len(text) - _CHARS_MAX} characters more)"
 
@@ -112,7 +120,7 @@ def _waits_for(role: Coordinator, s: Session | None) -> str:
         case Phase.IDLE if role.seats.missing and _open(role):
             return f"no connection to {', '.join(role.seats.missing)} yet"
         case Phase.IDLE if role.held and not role.resumed:
-            return "the transition has stopped, and waits for the operator: dcr transition --help"
+            return WAITS_FOR_OPERATOR
         case Phase.IDLE if role.pausing:
             return f"a push pauses before its next attempt, for {role.pausing}"
         case Phase.IDLE if role.seats.ready and role.awaited:

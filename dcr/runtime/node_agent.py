@@ -165,6 +165,11 @@ class NodeAgent:
         return self._progress.failure
 
     @property
+    def hangs(self) -> str:
+        """What keeps the gate from opening though it was ordered to, which should be quick; empty if nothing does."""
+        return self._progress.hangs
+
+    @property
     def status(self) -> EngineStatus:
         """What the engine does now, and why it does not serve if it does not."""
         return self._progress.status()
@@ -359,7 +364,8 @@ class NodeAgent:
             self._storage.read_back()
             self._unread = False
         try:
-            self._engine.reset_caches()
+            with self._progress.resetting():
+                self._engine.reset_caches()
         except Exception as e:  # noqa: BLE001 - a user's function may raise anything; the gate then stays closed
             self._do(self._role.gate_stuck(f"its caches could not be reset: {type(e).__name__}: {e}"))
             return

@@ -4,7 +4,7 @@ import os
 import queue
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,8 +25,11 @@ from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.leader_wait import why_unled
 from dcr.runtime.registry import leader_address
+from dcr.runtime.roster import roster
 from dcr.runtime.secret import record_secret
 
+NOT_ADMITTED = "not admitted"
+"""So begins the reason of an engine that was not compared because it is connected and serves nothing (``verify``)."""
 _ANSWERS_MAX = 100_000
 
 
@@ -35,7 +38,14 @@ class OperatorError(DcrError):
 
 
 def verify(
-    control: ControlPlane, record_id: str, secret: bytes, *, channel: str, connect_s: float, answer_s: float
+    control: ControlPlane,
+    record_id: str,
+    secret: bytes,
+    *,
+    channel: str,
+    connect_s: float,
+    answer_s: float,
+    asked: Callable[[], None] = lambda: None,
 ) -> Iterator[Verified]:
     """Have every admitted engine compared with the owners' baseline (DESIGN D2).
 
@@ -46,15 +56,18 @@ def verify(
         channel: the setting of this name, as trainer and nodes have it.
         connect_s: how long to look for the leader.
         answer_s: how long to wait for each answer.
+        asked: called when the leader was found and asked.
 
     Returns:
-        One answer an engine, as they come; the last has ``left == 0``, or ``error``.
+        One answer an engine, as they come; the last has ``left == 0``, or ``error``.  Engines that are connected and
+        not admitted come first, with a reason that begins with ``NOT_ADMITTED``.
 
     Raises:
         OperatorError: no leader could be reached, it was lost, or an answer took too long.
         RefusedError: the credentials that ``channel`` names are no good.
     """
     with _asking(control, record_id, secret, Verify(record_id), channel=channel, connect_s=connect_s) as leader:
+        asked()
         while True:
             answer = leader.answer(answer_s)
             if not isinstance(answer, Verified):
@@ -121,6 +134,8 @@ def _asking(
 ) -> Iterator[_Leader]:
     """A connection to the leader, over which it was asked something."""
     credentials = ChannelAddress.parse(channel).credentials()
+    if control.leader(record_id) is None and (last := roster(control, record_id)) is not None and last.closed:
+        raise OperatorError(f"no leader of record {record_id!r}: {why_unled(control, record_id)}")
     leader = _Leader(record_id, queue.Queue(_ANSWERS_MAX))
     asker = Peer("operator", f"{type(question).__name__.lower()}-{os.getpid()}-{secrets.token_hex(4)}", 0)
     spoke = Spoke(

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dcr.protocol import node as role
 from dcr.protocol.identity import Kind
@@ -18,6 +20,7 @@ from dcr.runtime.spoke import Spoke
 
 _log = logging.getLogger("dcr.node")
 _COMMIT = "the commit"
+_OPENING = "reset_caches (the gate's opening)"
 
 
 class EngineStatus(Told, frozen=True):
@@ -81,6 +84,7 @@ class Progress:
         self._order: Prepare | None = None
         self._fetch: Fetch | None = None
         self._moved = LastMove()
+        self._resetting: float | None = None  # since when
         self._ended = ""  # what is waited for once this engine has done what it could of the order
         self._record: CommitRecord | None = None
         self._since = time.time()
@@ -116,6 +120,15 @@ class Progress:
     def closes(self) -> None:
         """The gate begins to close."""
         self._closing = time.time()
+
+    @contextmanager
+    def resetting(self) -> Iterator[None]:
+        """The gate is ordered to open, and the engine's caches are reset before it is."""
+        self._resetting = time.time()
+        try:
+            yield
+        finally:
+            self._resetting = None
 
     def took(self, effect: role.Effect) -> None:
         """The agent has carried this out."""
@@ -184,6 +197,12 @@ class Progress:
         """The version being served; None while the gate lets nobody in."""
         return None if self.left or self._gate.withheld else self._node.serving
 
+    @property
+    def hangs(self) -> str:
+        """What keeps the gate from opening though it was ordered to, which should be quick; empty if nothing does."""
+        since = self._resetting
+        return "" if since is None else f"{_OPENING}, which has not returned for {time.time() - since:.0f} s"
+
     def status(self) -> EngineStatus:
         """The engine as of now."""
         serving, closing = self.serving, self._node.gate == "closing"
@@ -215,6 +234,8 @@ class Progress:
 
     def _held_up_by(self, order: Prepare, fetch: Fetch | None) -> str:
         """What the attempt waits for here."""
+        if self._resetting is not None:
+            return _OPENING
         applying = self._node.applying == order.epoch
         if self._ended:
             return self._ended
@@ -231,6 +252,8 @@ class Progress:
         order, record, node = self._order, self._record, self._node
         if self.failure:
             return f"it is out of service: {self.failure}"
+        if hangs := self.hangs:  # before the lease, which runs out meanwhile: the record is read in the same thread
+            return f"it waits for {hangs}"
         if self._gate.stale and record is not None:
             since = time.time() - self._gate.age_s
             return f"lease of the record lost: it was last read at {utc(since)} ({self.last_error or 'no error'})"

@@ -4,7 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Self
+
+from dcr.runtime.leader_wait import FIRST_S, LAST_S
 
 EVERY_S = 10.0
 """What takes so long is told, and then as often again."""
@@ -12,23 +15,36 @@ _LOOK_S = 1.0
 _CLOSE_S = 2.0
 
 
+@dataclass(frozen=True)
+class Stuck:
+    """What does not go on by itself: told as a warning after three seconds, and then less and less often."""
+
+    text: Callable[[], str]
+    """What it is, in words; called only when it is told."""
+
+
 class ProgressLog:
     """Looks every second, and tells of what has gone on for ten seconds, every ten seconds.
 
     Args:
-        log: where lines go, at level INFO.
+        log: where lines go, at level INFO; of what is ``Stuck``, at level WARNING.
         name: of the thread.
         look: what is under way, in words, by anything that tells them apart; an empty mapping if nothing is.
         every_s: how long something may go on untold.
     """
 
     def __init__(
-        self, log: logging.Logger, name: str, look: Callable[[], Mapping[str, str]], *, every_s: float = EVERY_S
+        self,
+        log: logging.Logger,
+        name: str,
+        look: Callable[[], Mapping[str, str | Stuck]],
+        *,
+        every_s: float = EVERY_S,
     ) -> None:
         self._log = log
         self._look = look
         self._every_s = every_s
-        self._due: dict[str, float] = {}
+        self._due: dict[tuple[str, bool], tuple[float, float]] = {}  # when to tell, and the pause before it
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -45,13 +61,19 @@ class ProgressLog:
             except Exception:  # noqa: BLE001 - who tells must not disturb what is told of
                 self._log.exception("progress could not be told")
 
-    def _tell(self, found: Mapping[str, str]) -> None:
-        now = time.monotonic()
-        self._due = {key: self._due.get(key, now + self._every_s) for key in found}
-        for key, text in found.items():
-            if now >= self._due[key]:
-                self._due[key] = now + self._every_s
-                self._log.info("%s", text)
+    def _tell(self, found: Mapping[str, str | Stuck]) -> None:
+        now, due = time.monotonic(), self._due
+        self._due = {}
+        for name, what in found.items():
+            stuck = isinstance(what, Stuck)
+            first = FIRST_S if stuck else self._every_s
+            at, pause = due.get((name, stuck), (now + first, first))
+            if now >= at:
+                pause = min(2 * pause, LAST_S) if stuck else pause
+                at = now + pause
+                level = logging.WARNING if stuck else logging.INFO
+                self._log.log(level, "%s", what.text() if isinstance(what, Stuck) else what)
+            self._due[name, stuck] = at, pause
 
 
 class Steps:

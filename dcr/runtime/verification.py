@@ -5,7 +5,7 @@ delivery store, engines read these, read their storage back, and answer with wha
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Never
 
@@ -21,11 +21,13 @@ from dcr.protocol.messages import (
     Verified,
     Verify,
 )
-from dcr.protocol.record import CommitRecord
+from dcr.protocol.record import CommitRecord, Member
 from dcr.runtime.channel import Peer
+from dcr.runtime.operator import NOT_ADMITTED
 
 Send = Callable[[str, str, Order], bool]
 """To the peer of this role and name; False if it is not connected."""
+NotAdmitted = Callable[[], Mapping[Member, str]]
 
 
 @dataclass
@@ -46,13 +48,17 @@ class Verification:
         record_id: the record.
         owners: names of all owners.
         send: sends an order without waiting.
+        not_admitted: engines that are connected and not admitted now, and why; the operator is told.
         timeout_s: after so many seconds without an answer that is waited for, whoever is silent is named.
     """
 
-    def __init__(self, record_id: str, owners: Sequence[str], send: Send, timeout_s: float) -> None:
+    def __init__(
+        self, record_id: str, owners: Sequence[str], send: Send, not_admitted: NotAdmitted, timeout_s: float
+    ) -> None:
         self._record_id = record_id
         self._owners = tuple(owners)
         self._send = send
+        self._not_admitted = not_admitted
         self._timeout_s = timeout_s
         self._now: _Conversation | None = None
 
@@ -101,6 +107,8 @@ class Verification:
         order = CompareContents(self._record_id, now.record.epoch, now.record.version, tuple(now.tables.values()))
         now.deadline_s = time.monotonic() + self._timeout_s
         now.waiting = {m.engine: m.incarnation for m in now.record.members}
+        for m, why in self._not_admitted().items():
+            self._tell(now, _not_compared(m.engine, m.incarnation, now.record.epoch, f"{NOT_ADMITTED}: {why}"))
         for engine, incarnation in list(now.waiting.items()):
             if not self._send("node", engine, order):
                 self._left_out(engine, incarnation, "not connected")
@@ -131,13 +139,14 @@ class Verification:
         now = self._now
         if now is not None and time.monotonic() >= now.deadline_s:
             silent = [f"engine {e}" for e in now.waiting] or [f"owner {o}" for o in self._owners if o not in now.tables]
-            self._end(f"no answer within {self._timeout_s} s of: {', '.join(silent)}")
+            bound = f"{self._timeout_s:g} s (the coordinator's verify_timeout_s)"
+            self._end(f"no answer within {bound} of: {', '.join(silent)}")
         return []
 
     def _left_out(self, engine: str, incarnation: int, reason: str) -> None:
         now = self._now
         if now is not None:
-            self.compared(ContentsCompared(engine, incarnation, now.record.epoch, 0, 0, {}, 0, {}, 0, reason, 0.0))
+            self.compared(_not_compared(engine, incarnation, now.record.epoch, reason))
 
     def _tell(self, now: _Conversation, answer: ContentsCompared) -> None:
         told = Verified(self._record_id, now.record.version, len(self._owners), answer, len(now.waiting), "")
@@ -156,6 +165,10 @@ class Verification:
 
     def _refuse(self, operator: str, error: str) -> None:
         self._send("operator", operator, Verified(self._record_id, 0, len(self._owners), None, 0, error))
+
+
+def _not_compared(engine: str, incarnation: int, epoch: int, reason: str) -> ContentsCompared:
+    return ContentsCompared(engine, incarnation, epoch, 0, 0, {}, 0, {}, 0, reason, 0.0)
 
 
 def _digest(answer: ContentsShown) -> ContentDigest:

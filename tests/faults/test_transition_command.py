@@ -1,14 +1,21 @@
 """A transition that stopped waits for the operator, who ends the wait by `dcr transition`, wherever the leader is."""
 
 import json
+import re
 import signal
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
 from dcr import PushError
 from dcr.cli.main import main
+from dcr.control_plane.address import open_control_plane
+from dcr.protocol.record import CommitRecord, OwnerRef, encode_record
+from dcr.runtime.roster import close_roster, register_roster
+from dcr.runtime.settings import Settings
+from dcr.runtime.terms import terms
 from tests.faults.coordinator_process import Point
 from tests.faults.thread_fleet import Fleet, flip, forge
 
@@ -48,7 +55,8 @@ class Operator:
         """Exit status, and the object on the last line."""
         self._capsys.readouterr()
         status = main(["transition", what, *self._control])
-        said = json.loads(self._capsys.readouterr().out.splitlines()[-1])
+        self.lines = self._capsys.readouterr().out.splitlines()
+        said = json.loads(self.lines[-1])
         assert said["command"] == "transition"
         return status, said
 
@@ -72,7 +80,13 @@ def stopped(fleet, spoilt=-1):
 @pytest.mark.parametrize(("order", "kind"), [("resume", "absolute"), ("dense", "dense")])
 def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
     operator = Operator(fleet, capsys)
+    assert "transition" not in fleet.refit._under_way()
     e, push = stopped(fleet)
+    fleet.wait(lambda: "transition" in fleet.refit._under_way())
+    told = fleet.refit._under_way()["transition"].text()
+    assert "rank-0, its push waits, at most 60 s in all: the transition to version 1 of record 'default'" in told
+    assert re.search(r"has stopped after 1 attempt, for: .*does not match its own digest.*; an operator ends", told)
+    assert "dcr transition show|resume|dense|abandon|roll-back --control ..." in told
     status, shown = operator("show")
     assert (status, shown["record"]["open"]["stopped"], shown["waiting"]) == (0, True, ["rank-0"])
     assert "does not match its own digest" in shown["failures"][0]
@@ -82,6 +96,7 @@ def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
     assert operator(order)[0] == 0
     push.end()
     assert push.report.kind == kind
+    assert "transition" not in fleet.refit._under_way()
     fleet.check(e)
     for again in ("resume", "dense", "abandon", "roll-back"):
         status, said = operator(again)
@@ -98,7 +113,10 @@ def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
 def test_a_push_ends_as_the_operator_says(fleet, capsys, order, told):
     e, push = stopped(fleet)
     assert e.node.version is None  # torn
-    assert Operator(fleet, capsys)(order)[0] == 0
+    operator = Operator(fleet, capsys)
+    assert operator(order)[0] == 0
+    assert operator.lines[0] == "before the order:"
+    assert operator.lines[-2].startswith("ordered: ")
     push.end()
     assert told in push.error
     fleet.check(e)  # version 0
@@ -311,3 +329,19 @@ def test_nobody_leads(tmp_path, capsys):
     assert (
         "no leader of record 'default' could be reached in 0.3 s: is its trainer running, or a dcr coordinator?" in said
     )
+
+
+def test_a_trainer_that_was_closed_is_not_waited_for(tmp_path, capsys):
+    address = f"sqlite://{tmp_path}/record.db"
+    with closing(open_control_plane(address)) as control:
+        asked = register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(), b"s" * 32, "default"))
+        k = encode_record(CommitRecord.create("default", "leader", "0" * 32))
+        control.compare_and_set("default", None, k, operation_id="op", actor="leader", reason="test")
+        close_roster(control, "default", asked)
+    began = time.monotonic()
+    assert main(["transition", "show", "--control", address]) == 3
+    assert main(["verify", "--control", address]) == 3
+    assert time.monotonic() - began < 10  # of 30 and of 20
+    said = capsys.readouterr()
+    assert said.out.splitlines()[0] == "record default: version 0, epoch 0, nobody leads"
+    assert said.err.count("no leader of record 'default': the trainer was closed, and asks for none") == 2

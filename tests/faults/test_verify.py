@@ -3,10 +3,12 @@
 import json
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from dcr import PushError
 from dcr.cli.main import main
 from dcr.data_plane.content_digest import ContentDigest, digest_elements
 from dcr.data_plane.item import TensorSpec
@@ -16,6 +18,8 @@ from dcr.runtime.contents_table import TABLE_BYTES_MAX, decode_table, encode_tab
 from dcr.runtime.serving_wait import NodeError
 from tests.faults.test_node_ranks import Sharded, fresh, single
 from tests.faults.thread_fleet import WAIT_S, forge, unsealed
+
+LATE = "no answer within 1 s (the coordinator's verify_timeout_s) of: engine sharded"
 
 
 def ask(fleet, capsys, *more):
@@ -54,7 +58,7 @@ def test_engines_that_hold_the_committed_version(run, capsys):
         assert (engine["tensors"], engine["different_count"], engine["reason"]) == (len(held), 0, "")
         assert engine["elements"] == sum(t.numel() for t in held.values())
         assert set(engine["unread"]) == unread
-    assert "2 of 2 engines hold version 1" in said
+    assert "2 of 2 admitted engines hold version 1" in said
     assert sharded.bits() == fresh(fleet, 1)
 
 
@@ -176,6 +180,23 @@ def test_an_engine_that_is_not_reached_is_named(run, capsys):
     assert "UNKNOWN  one: not connected" in said
 
 
+def test_a_transition_that_stopped_and_who_is_not_admitted_are_named(run, node_of, capsys, monkeypatch):
+    fleet, *_ = run(attempts_max=1)
+    fleet.step()
+    with monkeypatch.context() as full:
+        full.setattr(fleet.refit._delivery, "put", Mock(side_effect=OSError("no space left")))
+        with pytest.raises(PushError, match="the transition stopped"):
+            fleet.push()
+    node_of(fleet, [single(fleet, "late")])
+    fleet.wait(lambda: "late" in fleet.refit._coordinator._role.fleet.engines)
+    status, said, report = ask(fleet, capsys)
+    assert (status, {e["engine"] for e in report["engines"]}) == (0, {"sharded", "one"})
+    assert list(report["not_compared"]) == ["late"]
+    assert "late was not compared: not admitted: holds " in said
+    assert report["transition"] == "the transition to version 2 has stopped"
+    assert f"{report['transition']}: dcr transition show --control ... --record-id default" in said
+
+
 def test_a_difference_is_proven_whatever_is_not_known_of_others(run, capsys):
     """Status 1, and not 3: an engine that differs differs, though another does not answer."""
     fleet, sharded, one, _ = run(verify_timeout_s=1.0)
@@ -185,7 +206,7 @@ def test_a_difference_is_proven_whatever_is_not_known_of_others(run, capsys):
     status, said, report = ask(fleet, capsys)
     go.set()
     sharded.hurt = lambda _: None
-    assert (status, report["ok"], report["error"]) == (1, False, "no answer within 1.0 s of: engine sharded")
+    assert (status, report["ok"], report["error"]) == (1, False, LATE)
     assert "DIFFERS  one" in said
 
 
@@ -197,7 +218,7 @@ def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
     go.set()
     sharded.hurt = lambda _: None
     assert status == 3
-    assert report["error"] == "no answer within 1.0 s of: engine sharded"
+    assert report["error"] == LATE
     assert [e["engine"] for e in report["engines"]] == ["one"]
 
 

@@ -25,7 +25,7 @@ from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
 from dcr.runtime.operator import intervene
 from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
-from dcr.runtime.progress_log import ProgressLog, Steps
+from dcr.runtime.progress_log import ProgressLog, Steps, Stuck
 from dcr.runtime.refit_status import RefitStatus, Told
 from dcr.runtime.registry import RelayDirectory, register_meeting
 from dcr.runtime.roster import Roster, close_roster, register_roster, withdraw_roster
@@ -33,6 +33,7 @@ from dcr.runtime.secret import record_secret
 from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
+from dcr.runtime.stopped_push import StoppedPush
 from dcr.runtime.terms import terms
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.refit_report import RefitReport, report_of
@@ -147,6 +148,8 @@ class Refit:
                 )
             )
             opened.callback(self._host.close)
+            self._pushing = False
+            self._stopped = StoppedPush(source.owner, record_id, self._control, secret, settings)
             self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
             opened.callback(self._progress.close)
             step(f"connects to the coordinator {'that leads' if address is None else 'in the first rank'}")
@@ -178,11 +181,14 @@ class Refit:
             PushTimeoutError: no outcome in time.
         """
         started, before = time.perf_counter(), self._delivery.traffic
+        self._pushing = True
         try:
             outcome = self._host.push(dense=dense)
         except PushTimeoutError as e:
             fleet = self.status.fleet
             raise PushTimeoutError(str(e) if fleet is None else f"{e}; the coordinator: {fleet}") from e
+        finally:
+            self._pushing = False
         if outcome.error:
             raise PushError(outcome.error)
         return report_of(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
@@ -196,8 +202,10 @@ class Refit:
         fleet = None if self._coordinator is None else self._coordinator.status
         return TrainerStatus(self._host.status, fleet)
 
-    def _under_way(self) -> Mapping[str, str]:
-        status, found = self.status, {}
+    def _under_way(self) -> Mapping[str, str | Stuck]:
+        status, found = self.status, dict[str, str | Stuck]()
+        if self._first and self._pushing and (stopped := self._stopped.look()) is not None:
+            return {"transition": stopped}
         if self._host.emitting and status.emission is not None:
             found["emission"] = f"{self._source.owner}, {status.emission}"
         if unled := self._host.unled:

@@ -14,7 +14,7 @@ from dcr.chaos.bits import Twins, combined, load, stored_bits
 from dcr.chaos.checks import Checks
 from dcr.chaos.journal import Journal, entries
 from dcr.chaos.model import make, train_step
-from dcr.chaos.report import FaultReport, RunReport, Totals, details, row
+from dcr.chaos.report import FaultReport, RunReport, Totals, details, header, name_chars, row
 from dcr.chaos.timeline import write_timeline
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.node import describe
@@ -198,12 +198,26 @@ def test_what_was_not_validated_is_said_in_the_row_and_on_the_page(tmp_path, ok,
         validated=validated,
         logs="a behaviour" if validated else "not validated: no Java",
     )
-    assert row(report).endswith(f" s  {verdict}")
+    assert row(report, 34).endswith(f" s  {verdict}")
     assert any("no Java" in line for line in details(report)) != validated
     page = write_timeline(tmp_path, report).read_text()
     assert said in page
     assert ("no Java" in page) != validated
     assert Totals.of([report], 1.0).logs_validated == validated
+
+
+def test_a_run_is_named_whole_in_the_table_and_so_is_its_page_if_nothing_is_wrong():
+    name = "an engine dies in the middle of its writes, and comes back"
+    report = RunReport(name=name, ok=True, deployment="file", folder="/run/it", validated=True)
+    chars = name_chars(["short", name])
+    assert row(report, chars).startswith(f"{name} file ")
+    assert header(chars).index("deployment") == len(name) + 1
+    assert name_chars(["short"]) == 34
+    assert name_chars([500 * "x"]) == 80
+    assert list(details(report)) == []
+    assert list(details(report, page=True)) == ["  see    /run/it/timeline.html"]
+    assert str(Totals.of([report], 1.0)).startswith("1 run, 0 failed")
+    assert str(Totals.of([report, report], 1.0)).startswith("2 runs, 0 failed")
 
 
 def test_the_page_of_a_long_run_has_its_first_steps_and_every_fault(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Acknowledged, OpenApply, Prepare, Prepared, Refuse
 from dcr.runtime.channel import Hub
 from dcr.runtime.progress import EngineStatus
+from dcr.runtime.progress_log import Stuck
 from dcr.runtime.registry import register_leader
 from tests.unit.runtime.test_node_agent import WAIT_S, Led, wait
 
@@ -74,6 +76,33 @@ def test_a_gate_that_is_closed_for_a_transition_names_it_and_the_log_tells_its_t
     (shut_ms,) = re.findall(r"engine a serves version 1; its gate was closed for (\d+) ms", said)
     lasted = since(status(at)) - since(closed)
     assert abs(int(shut_ms) - lasted / timedelta(milliseconds=1)) <= 2
+
+
+def test_an_engine_whose_caches_are_not_reset_says_so_and_the_log_warns(at: Led) -> None:
+    entered, let_go = threading.Event(), threading.Event()
+    at.engine._reset = lambda: entered.set() or let_go.wait(WAIT_S)
+    at.policy.step(1)
+    order = at.prepare(stage=False)
+    root = at.emit(order)
+    at.send(OpenApply("default", order.epoch))
+    at.hear(Acknowledged)
+    assert status(at).refit is not None
+    assert status(at).refit.held_up_by == "the commit"
+    at.write(at.record.commit(at.content_digest, root, "op"))
+    assert entered.wait(WAIT_S)
+    wait(lambda: at.node._agents["a"]._gate.stale)  # its thread reads no record meanwhile
+    closed = status(at)
+    assert (closed.version, closed.gate) == (None, "closed")
+    waits = r"it waits for reset_caches \(the gate's opening\), which has not returned for \d+ s"
+    assert re.fullmatch(waits, closed.reason)
+    (told,) = at.node._under_way().values()
+    assert isinstance(told, Stuck)
+    assert re.fullmatch(f"engine a serves nothing: {waits}", told.text())
+    assert closed.refit is None or closed.refit.held_up_by == "reset_caches (the gate's opening)"
+    let_go.set()
+    at.node.wait_serving(1, WAIT_S)
+    assert status(at).reason == ""
+    assert not any(isinstance(what, Stuck) for what in at.node._under_way().values())
 
 
 def test_an_engine_that_is_restored_says_so(at: Led) -> None:

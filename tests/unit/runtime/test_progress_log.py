@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from dcr.runtime.progress_log import ProgressLog, Steps
+from dcr.runtime import progress_log
+from dcr.runtime.progress_log import ProgressLog, Steps, Stuck
 from dcr.runtime.refit_status import LastMove, RefitStatus, StageStatus, in_bytes
 
 LOG = logging.getLogger("dcr.test-progress")
@@ -64,6 +65,23 @@ def test_a_look_that_fails_is_told_and_not_the_end(caplog):
     wait(lambda: "going on" in caplog.messages)
     progress.close()
     assert "unforeseen" in caplog.text
+
+
+def test_what_is_stuck_is_a_warning_after_3_s_and_then_each_time_after_twice_as_long(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, LOG.name)
+    progress = ProgressLog(LOG, "test", dict)
+    progress.close()
+    now, asked, told = [0], [], []
+    monkeypatch.setattr(progress_log.time, "monotonic", lambda: 100.0 + now[0])
+    stuck = Stuck(lambda: asked.append(now[0]) or f"stuck, {now[0]} s")
+    for second in range(1000):
+        now[0] = second
+        progress._tell({"a": "a is at work"} if second < 8 else {"a": stuck})
+        if len(caplog.messages) > len(told):
+            told.append(second)
+    assert told == asked == [11, 17, 29, 53, 101, 197, 389, 773]  # not 10: it is no work any more, and has its own time
+    assert caplog.messages[1] == "stuck, 17 s"
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 def test_steps_are_told_when_they_begin_and_while_they_last(caplog):
