@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from dcr.cli.report import say
+from dcr.cli.seconds import seconds
 from dcr.cli.spec import SPEC, spec_folder
 from dcr.protocol.errors import RefusedError
 
@@ -78,13 +79,6 @@ def _seed(text: str) -> int:
     return number
 
 
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 7 * 86400:
-        raise argparse.ArgumentTypeError("more than 0, and at most a week")
-    return number
-
-
 def add(commands: Any) -> None:
     """Add `chaos` to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
@@ -111,7 +105,7 @@ def add(commands: Any) -> None:
     matrix.add_argument("--only", metavar="TEXT", help="those whose name or faults have this text in them")
     matrix.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the combinations and the steps (0)")
     soak = kind("soak", "refits for long, under random kills", _SOAK)
-    soak.add_argument("--seconds", type=_seconds, default=300.0, metavar="N", help="how long faults go on (300)")
+    soak.add_argument("--seconds", type=seconds, default=300.0, metavar="N", help="how long faults go on (300)")
     soak.add_argument("--seed", type=_seed, default=0, metavar="N", help="of steps and faults (0)")
     soak.add_argument("--gate", choices=("sync", "async"), default="sync", help="gate mode (sync)")
     bugs = kind("bugs", "put the harness to the proof", _BUGS)

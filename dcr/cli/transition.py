@@ -7,6 +7,7 @@ import msgspec
 
 from dcr.cli.record_options import add_channel, add_control, add_record_id
 from dcr.cli.report import UndecidedError, say, waiting
+from dcr.cli.seconds import seconds
 from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane
 from dcr.control_plane.lease import Lease
@@ -68,7 +69,7 @@ def add(commands: Any) -> None:
         add_channel(one)
         one.add_argument(
             "--timeout-s",
-            type=float,
+            type=seconds,
             default=30.0,
             metavar="S",
             help="how long to look for the leader, and then for its answer (30); a trainer that was closed has none, "

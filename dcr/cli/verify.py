@@ -7,6 +7,7 @@ import msgspec
 
 from dcr.cli.record_options import add_channel, add_control, add_record_id
 from dcr.cli.report import UndecidedError, say, waiting
+from dcr.cli.seconds import seconds
 from dcr.control_plane.address import open_existing
 from dcr.control_plane.interface import ControlPlane
 from dcr.protocol.messages import ContentsCompared
@@ -46,24 +47,17 @@ def add(commands: Any) -> None:
     add_record_id(parser)
     add_channel(parser)
     parser.add_argument(
-        "--connect-s", type=_seconds, default=20.0, metavar="S", help="how long to look for the trainer (20)"
+        "--connect-s", type=seconds, default=20.0, metavar="S", help="how long to look for the trainer (20)"
     )
     parser.add_argument(
         "--timeout-s",
-        type=_seconds,
+        type=seconds,
         default=900.0,
         metavar="S",
         help=f"how long to wait for each answer (900); "
         f"the coordinator ends the wait before that, after its setting verify_timeout_s ({_COORDINATOR_S:g})",
     )
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:  # noqa: PLR2004 -- what clocks take
-        raise argparse.ArgumentTypeError("must be greater than 0")
-    return value
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

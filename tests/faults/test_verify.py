@@ -3,7 +3,6 @@
 import json
 import threading
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,13 +179,16 @@ def test_an_engine_that_is_not_reached_is_named(run, capsys):
     assert "UNKNOWN  one: not connected" in said
 
 
-def test_a_transition_that_stopped_and_who_is_not_admitted_are_named(run, node_of, capsys, monkeypatch):
+def test_a_transition_that_stopped_and_who_is_not_admitted_are_named(run, node_of, capsys):
     fleet, *_ = run(attempts_max=1)
     fleet.step()
-    with monkeypatch.context() as full:
-        full.setattr(fleet.refit._delivery, "put", Mock(side_effect=OSError("no space left")))
-        with pytest.raises(PushError, match="the transition stopped"):
-            fleet.push()
+    place, away = fleet.payloads / "default", fleet.payloads / "away"
+    place.rename(away)
+    place.touch()  # no folder, so that nothing can be put there
+    with pytest.raises(PushError, match="the transition stopped"):
+        fleet.push()
+    place.unlink()
+    away.rename(place)
     node_of(fleet, [single(fleet, "late")])
     fleet.wait(lambda: "late" in fleet.refit._coordinator._role.fleet.engines)
     status, said, report = ask(fleet, capsys)
