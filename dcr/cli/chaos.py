@@ -48,8 +48,8 @@ sentence that is not known is refused with those that are."""
 _MATRIX = """\
 Run the scenarios that are shipped: a fault at every action of every role and at the points between them, over
 transports, gate modes and control planes such that every pair of values occurs. Scenarios whose server is not
-installed are skipped, and the table says so. Whole, it takes about twenty minutes on two cores; begin with
---quick, and look with --list --only TEXT for what strikes where you have doubts."""
+installed are skipped, and the table says so. Whole, it takes about three quarters of an hour on two busy cores; begin
+with --quick, and look with --list --only TEXT for what strikes where you have doubts."""
 
 _SOAK = """\
 One deployment, one training step and one push after the other: every second one under a fault of the matrix that the
