@@ -15,7 +15,7 @@ from dcr.protocol.step import Step
 from dcr.protocol.timer import Timer
 
 _TORN = "too few engines hold what changed elements alone would repair"
-_NOT_TOLD = "an older attempt: the coordinator that led it is gone, and with it the reason"
+_NOT_TOLD = "an older attempt: the coordinator that led it is gone; its log has the reason"
 _RESTORE_PAUSE, _ATTEMPT_PAUSE = _PAUSES = "restore_pause", "attempt_pause"
 
 

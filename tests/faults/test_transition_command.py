@@ -263,7 +263,7 @@ def test_after_a_take_over_it_shows_whom_the_next_attempt_waits_for_and_what_is_
             "  open      to version 1, 1 attempt, the last one relative, none under way now",
             "  pushing   rank-0",
             waits,
-            "  failed    not known why: the coordinator that ran those attempts is gone; its log has it",
+            "  failed    an older attempt: the coordinator that led it is gone; its log has the reason",
         ],
     )
     spoke._resolve = resolve

@@ -95,7 +95,7 @@ def test_a_push_that_outlived_its_leader_tells_of_every_attempt() -> None:
     at = followed(at, attempts_max=4)
     told = ends(at)
     assert told.summary["attempts"] == 3
-    assert told.summary["failures"] == ["an older attempt: the coordinator that led it is gone, and with it the reason"]
+    assert told.summary["failures"] == ["an older attempt: the coordinator that led it is gone; its log has the reason"]
 
 
 def test_a_push_after_one_that_stopped_tells_of_its_own_attempts() -> None:
