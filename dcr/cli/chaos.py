@@ -255,7 +255,7 @@ def _bugs(options: argparse.Namespace) -> dict[str, Any]:
         for name, bug in BUGS.items():
             screen.tell(f"{name}: {bug.sentence}")
             report = execute(bug.scenario, folders[name], screen.tell, name)
-            noticed = next((p for p in report.problems if bug.notices in p), "")
+            noticed = next((p for p in report.problems if any(n in p for n in bug.notices)), "")
             found[name] = noticed
             screen.row(f"{'caught' if noticed else 'MISSED':8}{name:24}{bug.sentence}: {noticed or report.problems}")
     return {"ok": all(found.values()), "bugs": found}

@@ -14,7 +14,7 @@ def test_every_built_in_bug_is_noticed(tmp_path):
     assert status == 0, said
     assert report["bugs"].keys() == BUGS.keys()
     for name, noticed in report["bugs"].items():
-        assert BUGS[name].notices in noticed
+        assert any(n in noticed for n in BUGS[name].notices)
 
 
 @pytest.mark.long
