@@ -20,15 +20,15 @@ faults:
 """
 
 
-def in_session(leader):
-    """The state of every process of this session, by its id."""
+def beside(leader):
+    """By id, the state of every process that ``setsid`` put together with this one."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, _parent, _group, session = path.read_text().rpartition(")")[2].split()[:4]
+            state, _parent, _group, first = path.read_text().rpartition(")")[2].split()[:4]
         except OSError:
             continue
-        if int(session) == leader:
+        if int(first) == leader:
             found[int(path.parent.name)] = state
     return found
 
@@ -50,16 +50,16 @@ def harness(tmp_path):
         [*command, "--folder", tmp_path], cwd=ROOT, start_new_session=True, stdout=pipe, stderr=pipe, text=True
     ) as process:
         try:
-            wait_for(lambda: "T" in in_session(process.pid).values(), 300, "no node was stopped")
+            wait_for(lambda: "T" in beside(process.pid).values(), 300, "no node was stopped")
             yield process
         finally:
-            for pid in in_session(process.pid):
+            for pid in beside(process.pid):
                 os.kill(pid, signal.SIGKILL)
 
 
 def all_end(harness):
-    alive = {pid: state for pid, state in in_session(harness.pid).items() if state != "Z"}
-    wait_for(lambda: not {*in_session(harness.pid).values()} - {"Z"}, 15, f"still there: {alive}")
+    alive = {pid: state for pid, state in beside(harness.pid).items() if state != "Z"}
+    wait_for(lambda: not {*beside(harness.pid).values()} - {"Z"}, 15, f"still there: {alive}")
 
 
 @pytest.mark.long
