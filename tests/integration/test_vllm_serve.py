@@ -16,6 +16,7 @@ pytestmark = pytest.mark.vllm
 
 PROMPT = PROMPTS[0]
 STREAM = 450  # tokens; the context holds 512
+MORE_MAX = 6
 
 
 class Trainer:
@@ -97,7 +98,10 @@ def test_streams_through_refits_are_what_each_version_says(address, trainer, twi
     claims = {}  # by version: (prompt and tokens so far, tokens that followed)
     spanning, seen = 0, set()
     assert client.complete(LONG_PROMPT, TOKENS)[1] == str(first)
-    for target in range(first + 1, first + refits + 1):
+    target = first
+    # What has streamed may reach a busy client late, after the refit that it was to span: then there is another one.
+    while target < first + refits or (not spanning and target < first + refits + MORE_MAX):
+        target += 1
         trainer.step()
         pushed = []
         push = threading.Thread(target=lambda pushed=pushed: pushed.append(trainer.push()))
@@ -124,7 +128,7 @@ def test_streams_through_refits_are_what_each_version_says(address, trainer, twi
         assert header == str(target)
         claims.setdefault(target, []).append((LONG_PROMPT, tokens))
     assert spanning >= 1
-    assert seen == set(range(first, first + refits + 1))
+    assert seen == set(range(first, target + 1))
     answers = set()
     for version, made in claims.items():
         prompts = [prompt for prompt, _ in made]
@@ -132,7 +136,7 @@ def test_streams_through_refits_are_what_each_version_says(address, trainer, twi
         for (_, piece), expected in zip(made, said, strict=True):
             assert piece == expected[: len(piece)]
         answers.add(tuple(said[-1]))
-    assert len(answers) == refits + 1  # the versions do say different things
+    assert len(answers) == target - first + 1  # the versions do say different things
 
 
 @pytest.mark.long
