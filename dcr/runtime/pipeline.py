@@ -65,15 +65,16 @@ class Pipeline:
         put --> [ encode: 1 thread ] --> [ deliver: 4 threads ] --> results, in the order of put
         `------------------ at most ``ahead`` pieces -----------------'
 
-    ``put`` waits while ``ahead`` pieces are on their way, so that the slowest stage sets the pace of all, and memory
-    is bounded by as many pieces, whatever stage they are at.  The first error, or cancellation, stops everything:
+    ``put`` waits while the piece that was put ``ahead`` pieces ago is on its way, so that the slowest stage sets the
+    pace of all, memory is bounded by as many pieces, whatever stage they are at, and whoever takes the results in order
+    need not keep more than that for one that is late.  The first error, or cancellation, stops everything:
     pieces that no thread has begun are dropped, those that one has begun come to their end, and nothing of the pipeline
     is left when ``close`` returns.
 
     Args:
         name: of the threads.
         stages: in order; at least one.
-        ahead: most pieces between ``put`` and the end of the last stage.
+        ahead: how many pieces after the oldest that is on its way, itself included, may be anywhere in the pipeline.
         cancelled: set by anybody, at any time, to stop.
         stop_timeout_s: how long ``close`` waits for what has begun.
     """
@@ -93,6 +94,7 @@ class Pipeline:
         self._progress = [StageProgress() for _ in stages]
         self._results: dict[int, Any] = {}
         self._put = 0
+        self._through = 0  # of the pieces put first, how many have a result
         self._error: BaseException | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -112,14 +114,14 @@ class Pipeline:
             }
 
     def put(self, piece: object) -> None:
-        """Hand a piece to the first stage, once fewer than ``ahead`` are on their way.
+        """Hand a piece to the first stage, once the one that was put ``ahead`` pieces before it is through.
 
         Raises:
             CancelledError: ``cancelled`` is set.
             BaseException: the first error of a stage, whichever piece it was.
         """
         with self._changed:
-            self._wait_until(lambda: self._put - len(self._results) < self._ahead)
+            self._wait_until(lambda: self._put - self._through < self._ahead)
             if not self._threads:
                 self._start()
             self._waiting[0].append((self._put, piece))
@@ -204,6 +206,8 @@ class Pipeline:
             self._waiting[place + 1].append((index, result))
         else:
             self._results[index] = result
+            while self._through in self._results:
+                self._through += 1
 
     def _take(self, place: int) -> tuple[int, Any] | None:
         """The next piece of a stage; None when there will be no more."""

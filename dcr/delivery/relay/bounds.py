@@ -10,7 +10,8 @@ class Bounds:
     """Sizes in bytes, times in seconds.
 
     Attributes:
-        connections: most connections from one process to one peer; each carries one object at a time.
+        connections: most connections from one process to one peer for objects that have equally many hops to go from
+            there; each carries one object at a time.
         fan_out: how many others a node passes an object on to.
         relay_bytes_max: objects that a node holds until its engines have taken them.
         object_bytes_max: largest object.

@@ -17,7 +17,7 @@ from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.holding import Holding
 from dcr.delivery.relay.peer import Peer, Shipment
-from dcr.delivery.relay.tree import Node
+from dcr.delivery.relay.tree import Branch, Node
 from dcr.delivery.relay.wire import Failure, RelayError
 from dcr.delivery.traffic import Traffic, TrafficCounter
 from dcr.protocol.errors import RefusedError
@@ -51,7 +51,12 @@ class RelayNode:
         self._holding = Holding(bounds.relay_bytes_max)
         self._counter = TrafficCounter()
         self._changed = threading.Condition()
-        self._peers: dict[Node, Peer] = {}
+        self._peers: dict[tuple[Node, int], Peer] = {}
+        """By the node, and by how many hops an object has to go from there.
+
+        A connection is taken until all behind it hold the object, and for one root or another every node passes on to
+        every other one: with connections in common, several objects would wait for each other's in a circle.
+        """
         self._connections: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._closed = False
@@ -248,7 +253,7 @@ class RelayNode:
 
         for branch in offered.branches:
             self._counter.asked(len(data))
-            self._peer(branch.node).send(Shipment(offered.key, data, offered.digest, branch.branches, then))
+            self._peer(branch).send(Shipment(offered.key, data, offered.digest, branch.branches, then))
 
         def over(wait_s: float) -> bool:
             with arrived:
@@ -269,13 +274,17 @@ class RelayNode:
             wire.send_frame(connection, wire.BUSY)
         return True
 
-    def _peer(self, node: Node) -> Peer:
+    def _peer(self, branch: Branch) -> Peer:
+        node, of = branch.node, (branch.node, branch.height)
         with self._changed:
-            peer = self._peers.get(node)
+            peer = self._peers.get(of)
             if peer is None:
-                for old in [n for n, p in self._peers.items() if n.name == node.name and not p.busy]:
-                    del self._peers[old]  # it listens elsewhere now; its connections end when they are idle
-                peer = self._peers[node] = Peer(node, self._credentials, self._bounds)
+                moved = [
+                    key for key, p in self._peers.items() if key[0].name == node.name and key[0] != node and not p.busy
+                ]
+                for old in moved:
+                    del self._peers[old]  # its connections end when they are idle
+                peer = self._peers[of] = Peer(node, self._credentials, self._bounds)
             return peer
 
 

@@ -141,11 +141,11 @@ class Peer:
                     connection = self._connect()
                 stage = f"sending {shipment.key}"
                 return connection, self._exchange(connection, shipment, deadline)
-            except (OSError, RelayError) as e:
+            except Exception as e:  # noqa: BLE001 - whatever it is, whoever waits for this object hears of it
                 if connection is not None:
                     _close(connection)
                 connection = None
-                if fresh:
+                if fresh or not isinstance(e, (OSError, RelayError)):
                     return None, shipment.lost(self.node, f"{self.node}: {stage}: {_said(e, self._bounds)}")
 
     def _connect(self) -> ssl.SSLSocket:

@@ -8,6 +8,8 @@ from dcr.protocol.errors import RefusedError
 
 NODES_MAX = 4096
 FAN_OUT_MAX = 64
+HOPS_MAX = 64
+"""From the root to the farthest node; more nodes want a fan-out above 1."""
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, order=True):
@@ -41,6 +43,14 @@ class Branch(msgspec.Struct, frozen=True, array_like=True):
             yield branch.node
             waiting += branch.branches
 
+    @property
+    def height(self) -> int:
+        """How many hops lie between its node and the farthest one behind it."""
+        height, behind = 0, self.branches
+        while behind:
+            height, behind = height + 1, tuple(b for branch in behind for b in branch.branches)
+        return height
+
 
 def plan(nodes: Sequence[Node], root: int, fan_out: int) -> Branch:
     """The tree from one root over all nodes, as shallow as ``fan_out`` allows.
@@ -54,12 +64,14 @@ def plan(nodes: Sequence[Node], root: int, fan_out: int) -> Branch:
         fan_out: how many others one node sends to.
 
     Raises:
-        RefusedError: no node, more than NODES_MAX, or a fan-out outside 1 to FAN_OUT_MAX.
+        RefusedError: no node, more than NODES_MAX, a fan-out outside 1 to FAN_OUT_MAX, or more than HOPS_MAX hops.
     """
     if not 1 <= len(nodes) <= NODES_MAX:
         raise RefusedError(f"relay: {len(nodes)} nodes; 1 to {NODES_MAX} can be sent to")
     if not 1 <= fan_out <= FAN_OUT_MAX:
         raise RefusedError(f"relay: a fan-out of {fan_out}; 1 to {FAN_OUT_MAX}")
+    if fan_out == 1 and len(nodes) > HOPS_MAX + 1:
+        raise RefusedError(f"relay: fan_out = 1 over {len(nodes)} nodes, at most {HOPS_MAX + 1}; raise fan_out")
     order = [*nodes[root:], *nodes[:root]]
     # As a heap lies in an array: the children of place p are at fan_out * p + 1 and after it.
     branches: list[Branch] = [Branch(node) for node in order]

@@ -72,6 +72,19 @@ def test_every_node_holds_every_object_bit_for_bit(three, sizes, fan_out, connec
     owner.close()
 
 
+def test_objects_of_different_roots_do_not_wait_for_each_other_in_a_circle(fleet):
+    """One connection from each node to each other one, and every node passes on to the next at the same time."""
+    fields = f"{QUICK}&connections=1&fan_out=1&object_timeout_s=8"
+    for name in ("a", "b", "c", "d"):
+        fleet.node(name, fields)
+    owners = [fleet.owner(fields) for _ in range(3)]
+    data = data_of(0, 100_000)
+    with ThreadPoolExecutor(18) as pool:
+        list(pool.map(lambda i: owners[i % 3].put(f"{EPOCH}/{i}", data), range(90)))
+    for node in fleet.nodes.values():
+        assert len(node.ask("keys", f"{EPOCH}/")) == 90
+
+
 def test_roots_take_turns(three):
     owner = three.owner()
     for i in range(9):

@@ -65,6 +65,30 @@ def test_results_come_in_order_and_the_bound_holds(pieces, ahead, firsts, lasts,
     assert left() == []
 
 
+@settings(max_examples=15)
+@given(st.integers(0, 11), st.integers(1, 6), st.integers(2, 4))
+def test_one_piece_that_is_late_lets_no_more_than_the_bound_overtake_it(late, ahead, threads):
+    release, begun = threading.Event(), []
+
+    def work(piece):
+        begun.append(piece)
+        if piece == late:
+            assert release.wait(30)
+
+    with pipeline([Stage("a", work, threads)], ahead=ahead) as p:
+        putting = threading.Thread(target=lambda: [p.put(piece) for piece in range(20)])
+        putting.start()
+        deadline = time.monotonic() + 20
+        while len(begun) < late + ahead and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)  # whatever else would begin, begins
+        assert sorted(begun) == list(range(late + ahead))
+        release.set()
+        putting.join(30)
+        assert len(p.join()) == 20
+    assert left() == []
+
+
 @settings(max_examples=30)
 @given(st.integers(0, 19), st.sampled_from(["a", "b"]), st.integers(1, 4), st.integers(1, 3))
 def test_the_first_error_ends_all_and_leaves_no_thread(bad, where, ahead, threads):
