@@ -21,7 +21,7 @@ lint: install ## ruff check, ruff format --check, mypy
 	$(LINT)
 
 test: install ## lint, and every test that is not marked long
-	@($(LINT) && $(BIN)/pytest -m "not long" -n 2 --dist loadfile $(SLOW:%=--ignore=%) \
+	@($(LINT) && $(BIN)/pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(SLOW:%=--ignore=%) \
 	&& $(BIN)/pytest -m "not long" $(SLOW)); status=$$?; \
 	echo "make test: $$(( $$(date +%s) - $(START) )) s"; exit $$status
 

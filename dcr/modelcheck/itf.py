@@ -16,7 +16,7 @@ from typing import Any
 
 from dcr.modelcheck.trace import Step, Trace
 from dcr.modelcheck.types import Atom, FunctionOf, RecordOf, SeqOf, SetOf, TupleOf, Type, VariantOf
-from dcr.modelcheck.values import Function, ModelValue, Value, show_value
+from dcr.modelcheck.values import Function, ModelValue, State, Value, show_value
 from dcr.protocol.errors import RefusedError
 
 ITF_BYTES_MAX = 1 << 26
@@ -192,14 +192,21 @@ def load_trace(data: bytes) -> Trace:
             raise ItfError("ITF: needs `vars`, a list of names, and `states`, a list of at least one")
     if loop is not None and not (type(loop) is int and 0 <= loop < len(states)):
         raise ItfError(f"ITF: loop {loop} is the index of no state")
-    return Trace(tuple(_step(state, names, index) for index, state in enumerate(states)), loop)
+    steps: list[Step] = []
+    for index, state in enumerate(states):
+        steps.append(_step(state, names, index, states[index - 1], steps[-1].state if steps else None))
+    return Trace(tuple(steps), loop)
 
 
-def _step(state: Any, names: list[str], index: int) -> Step:
+def _step(state: Any, names: list[str], index: int, last: Any, read: State | None) -> Step:
+    """One state; `last` is the one before it, and `read` what that was read as: most variables stay as they are."""
     if not isinstance(state, dict) or any(name not in state for name in names):
         raise ItfError(f"ITF: state {index} lacks a variable of `vars`")
     meta = state.get("#meta")
     action = meta.get("action", "") if isinstance(meta, dict) else ""
     if not isinstance(action, str):
         raise ItfError(f"ITF: state {index}: `action` is no string")
-    return Step({name: decode(state[name]) for name in names}, action)
+    if read is None:
+        return Step({name: decode(state[name]) for name in names}, action)
+    values = {name: read[name] if state[name] == last[name] else decode(state[name]) for name in names}
+    return Step(values, action)

@@ -46,7 +46,7 @@ class Function(Mapping["Value", "Value"]):
 
     def __init__(self, of: Mapping["Value", "Value"]) -> None:
         self._of = dict(of)
-        self._hash = hash(frozenset(self._of.items()))
+        self._hash: int | None = None  # most are compared and never hashed
 
     def __getitem__(self, argument: "Value") -> "Value":
         return self._of[argument]
@@ -61,6 +61,8 @@ class Function(Mapping["Value", "Value"]):
         return self._of == other._of if isinstance(other, Function) else NotImplemented
 
     def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(frozenset(self._of.items()))
         return self._hash
 
     def __repr__(self) -> str:

@@ -7,7 +7,7 @@ too late, twice or to the wrong party must do no harm to what follows either.
 from collections import Counter
 from collections.abc import Iterator
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeAlias
 
 from dcr.modelcheck.replay.abstraction import Abstraction
 from dcr.modelcheck.replay.branch import branch
@@ -21,6 +21,9 @@ from dcr.protocol.leader import Phase
 from dcr.protocol.step import Step
 
 _SAID = ("failed", "told", "applies", "orders", "payloads", "manifests", "prepared", "acks")
+
+_Party: TypeAlias = tuple[str, str, str]
+"""Names of a coordinator, an owner and an engine, of which one is not empty."""
 
 
 class ForbiddenError(DcrError):
@@ -59,16 +62,19 @@ class Trials:
             ForbiddenError: an event that is not allowed had an effect.
         """
         allowed = {Event.of(step) for step in could}
+        seen: dict[_Party, dict[str, Value]] = {}
         for event in _events(self._player.world, before):
             if not _is_allowed(event, allowed):
-                self._try(event)
+                self._try(event, seen)
         faults: Any = before["faults"]
         if not faults["waits"]:
             for event in sorted(allowed, key=lambda x: x.coordinator):
                 self._must_know(event)
 
-    def _try(self, event: Event) -> None:
-        seen = self._seen(event)
+    def _try(self, event: Event, seen: dict[_Party, dict[str, Value]]) -> None:
+        """Try one; `seen` has what each party's last trial left as it was, and gets this one's."""
+        party: _Party = (event.coordinator, "" if event.engine else event.owner, event.engine)
+        before = seen[party] if party in seen else self._seen(party)
         try:
             harmless = self._lead(event) if event.coordinator else self._serve(event)
         except RefusedError as e:
@@ -82,9 +88,9 @@ class Trials:
             self.without_effect[event.name] += 1
             if not harmless:
                 raise ForbiddenError(f"{event} is forbidden, but the code began to do it")
-        now = self._seen(event)
-        if now != seen:
-            changed = [x for name in seen for x in changes(name, seen[name], now[name])]
+        now = seen[party] = self._seen(party)
+        if now != before:
+            changed = [x for name in before for x in changes(name, before[name], now[name])]
             raise ForbiddenError("\n    ".join([f"{event} is forbidden, but it changed", *changed]))
 
     def _lead(self, event: Event) -> bool:
@@ -145,11 +151,10 @@ class Trials:
         except RefusedError as e:
             raise ForbiddenError(f"{event} is to be, and nothing but a time-out would bring it about: {e}") from e
 
-    def _seen(self, event: Event) -> dict[str, Value]:
+    def _seen(self, party: _Party) -> dict[str, Value]:
         """What an event of this party may change."""
         said = self._player.world.said
-        seen = self._view.party(event.coordinator, "" if event.engine else event.owner, event.engine)
-        return seen | {f"messages of {name}": len(getattr(said, name)) for name in _SAID}
+        return self._view.party(*party) | {f"messages of {name}": len(getattr(said, name)) for name in _SAID}
 
 
 def _raised_at(error: BaseException) -> tuple[str, int]:
