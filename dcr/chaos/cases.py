@@ -189,13 +189,7 @@ COORDINATORS = (
             settings=_STOPS,
             **_TWO,
         )
-        for at in _STOP_POINTS
-    ),
-    _after(
-        Fault(at="receiver[1] at BeginWrite"),
-        "coordinator before CAS of Stop",  # whoever leads next knows of no stop, and has attempts of its own
-        settings=_STOPS,
-        coordinators=COORDINATORS_ELSEWHERE,
+        for at in (*_STOP_POINTS, "coordinator before CAS of Stop")  # whoever leads next has the attempts that are left
     ),
     *(replace(case, coordinators=COORDINATORS_ELSEWHERE) for case in _COORDINATORS),
     Case(
