@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,12 @@ from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
 from dcr.protocol.record import decode_record
 from dcr.runtime import owner_host
-from dcr.runtime.operator import OperatorError
 from dcr.runtime.shared_memory import ROOT
 from dcr.trainer.torch import refit as refit_module
 from dcr.trainer.torch.refit import TrainerRefit
 
 _EARLY_SEED, _EARLY_RATE = 13, 0.5
-_ABANDONS_MAX = 10
-_ASK_AGAIN_S, _LOOK_S = 2.0, 0.05
+_ABANDONED_S, _LOOK_S = 20.0, 0.05
 
 
 def serve_trainer(line: Line) -> None:
@@ -111,22 +109,18 @@ def resources() -> dict[str, int]:
 
 
 def _abandon(refit: TrainerRefit, control: str) -> None:
-    """As an operator who looks whether it was done, and asks again: a leader may die between its answer and its write.
+    """As an operator who orders it once, and waits until K says that it is done: a leader may die in between.
 
     Raises:
-        DcrError: the transition is open still.
+        DcrError: nobody took the order, or the transition is open still.
     """
+    refit.abandon()
+    until = time.monotonic() + _ABANDONED_S
     with closing(open_control_plane(control)) as plane:
-        for _ in range(_ABANDONS_MAX):
-            with suppress(OperatorError):
-                refit.abandon()
-            asked_s = time.monotonic()
-            while time.monotonic() < asked_s + _ASK_AGAIN_S:
-                stored = plane.read(RECORD)
-                if stored is None or decode_record(stored.body).open is None:
-                    return
-                time.sleep(_LOOK_S)
-    raise DcrError(f"the transition was to be abandoned, {_ABANDONS_MAX} times, and is open still")
+        while (stored := plane.read(RECORD)) is not None and decode_record(stored.body).open is not None:
+            if time.monotonic() > until:
+                raise DcrError(f"the transition was to be abandoned, and is open still after {_ABANDONED_S:g} s")
+            time.sleep(_LOOK_S)
 
 
 def _push(line: Line, refit: TrainerRefit, *, dense: bool) -> dict[str, Any]:

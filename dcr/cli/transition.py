@@ -34,8 +34,10 @@ roll-back  the same in place, without a restore, also while attempts are under w
 
 A push that waits ends with an error that says so after abandon and roll-back.
 
+An order outlives the leader that it is given to: its successor obeys it, and is asked if no answer came.
+
 Exit status: 0 shown, or ordered; 1 it makes no sense as things stand, and nothing was changed; 3 no leader answered:
-nothing was ordered, and what was shown is from the record alone."""
+what was shown is from the record alone, and nothing is ordered, unless it says that the order was taken."""
 
 _HELP = {
     Intervention.SHOW: "how it stands",

@@ -8,35 +8,47 @@ from dcr.protocol.messages import Intervention
 from dcr.protocol.record import Direction, OpenTransition
 
 
-def intervene(c: Coordinator, what: Intervention) -> list[Effect]:
-    """Give an operator's order to the leader.
+def check(c: Coordinator, what: Intervention) -> None:
+    """Whether an operator's order can be obeyed now; nothing is changed.
 
     Raises:
-        RefusedError: it makes no sense as the transition stands, and why; nothing was changed.
+        RefusedError: it makes no sense as the transition stands, and why.
     """
     if what is Intervention.SHOW:
-        return []
+        return
     tr = _open(c)
     back = tr.direction is Direction.BACK
     if what is Intervention.ROLL_BACK:
         if back:
             raise RefusedError(f"the transition to version {tr.target} is being turned back already")
-        return c.roll_back()
-    if not tr.stopped:
+    elif not tr.stopped:
         way = "it is being turned back" if back else "`dcr transition roll-back` turns it back"
         raise RefusedError(f"not stopped: the transition to version {tr.target} is at its attempt {tr.attempts}; {way}")
+    elif what is Intervention.RESUME and c.held != c.seats.names:
+        raise RefusedError(
+            f"no push waits with the weights of version {tr.target}: call push() in the trainer, on every rank, with "
+            f"the same weights to resume it"
+        )
+
+
+def intervene(c: Coordinator, what: Intervention) -> list[Effect]:
+    """Give an operator's order to the leader.
+
+    Raises:
+        RefusedError: as ``check`` says; nothing was changed.
+    """
+    check(c, what)
     match what:
+        case Intervention.SHOW:
+            return []
+        case Intervention.ROLL_BACK:
+            return c.roll_back()
         case Intervention.ABANDON:
             return c.abandon()
         case Intervention.DENSE:
             c.dense_next()
             return c.resume() if c.held else []
         case Intervention.RESUME:
-            if c.held != c.seats.names:
-                raise RefusedError(
-                    f"no push waits with the weights of version {tr.target}: call push() in the trainer, on every "
-                    f"rank, with the same weights to resume it"
-                )
             return c.resume()
 
 

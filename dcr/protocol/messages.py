@@ -375,6 +375,8 @@ class Intervene(_Message, frozen=True):
 
     record_id: str
     what: Intervention
+    order_id: str = ""
+    """New with every order: an operator that lost the answer asks again under the same one, and is obeyed once."""
 
 
 class Intervened(_Message, frozen=True):

@@ -353,6 +353,8 @@ class CoordinatorHost:
                     if effect.action in _SWEEPS:
                         c = None if self._role.record is None else self._role.record.committed
                         self._sweeper.sweep(effect.epoch - self._settings.retain_epochs, 0 if c is None else c.epoch)
+                    if effect.action == "OpenAttempt":
+                        more += self._due()  # before anything of it can be committed
                 case effects_.ReadRecord():
                     more += self._record.read()
                 case effects_.WriteRecord():
@@ -390,10 +392,18 @@ class CoordinatorHost:
                 self._look_at_roster()
             if leader_address(self._control, self._record_id) != self.address:
                 register_leader(self._control, self._record_id, self.address)
-            return self._kept.due(self._role)
         except DcrError as e:
             _log.warning("coordinator %s could not look at the registry: %s", self._leader, e)
-        return []
+            return []
+        return self._due()
+
+    def _due(self) -> list[effects_.Effect]:
+        """What an operator ordered of an earlier leader."""
+        try:
+            return self._kept.due(self._role)
+        except DcrError as e:
+            _log.warning("coordinator %s could not look for an operator's order: %s", self._leader, e)
+            return []
 
     def _look_at_roster(self) -> None:
         asked = roster(self._control, self._record_id)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Effect
 from dcr.protocol.errors import RefusedError
-from dcr.protocol.intervention import intervene
+from dcr.protocol.intervention import check, intervene
 from dcr.protocol.messages import Intervene, Intervened, cut
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.kept_order import KeptOrder
@@ -20,7 +20,7 @@ def intervened(
         role: the leader's; from the thread that it runs in.
         order: the operator's.
         status: of the fleet, now.
-        kept: keeps an order that the next leader has to obey if this one does not come to it.
+        kept: keeps the order, which the next leader has to obey if this one does not come to it.
 
     Returns:
         What the operator is told, of the record as the order found it, and what is to be done.
@@ -31,8 +31,11 @@ def intervened(
     refused = f"{role.leader} leads record {role.record_id!r}, not {order.record_id!r}"
     if order.record_id == role.record_id:
         try:
-            with kept.keeping(role, order.what):
-                effects, refused = intervene(role, order.what), ""
+            if not kept.knows(order):  # it is asked again otherwise, for its answer was lost
+                check(role, order.what)
+                kept.keep(role, order)
+                effects = intervene(role, order.what)
+            refused = ""
         except RefusedError as e:
             refused = str(e)
     answer = Intervened(

@@ -1,5 +1,6 @@
 """An operator's end of the control channel: asks the leader of a record, or gives it an order."""
 
+import math
 import os
 import queue
 import secrets
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from dcr.control_plane.interface import ControlPlane
 from dcr.protocol.errors import DcrError
+from dcr.protocol.leader import Phase
 from dcr.protocol.messages import (
     Intervene,
     Intervened,
@@ -23,6 +25,7 @@ from dcr.protocol.messages import (
 )
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.channel_address import ChannelAddress
+from dcr.runtime.kept_order import kept_order
 from dcr.runtime.leader_wait import why_unled
 from dcr.runtime.registry import leader_address
 from dcr.runtime.roster import roster
@@ -31,6 +34,11 @@ from dcr.runtime.secret import record_secret
 NOT_ADMITTED = "not admitted"
 """So begins the reason of an engine that was not compared because it is connected and serves nothing (``verify``)."""
 _ANSWERS_MAX = 100_000
+
+
+_AGAIN_S = 0.2
+_BETWEEN_LEADERS = (Phase.STARTING, Phase.WRITING, Phase.FATAL)
+"""Phases of a leader that refuses every order, for a moment."""
 
 
 class OperatorError(DcrError):
@@ -89,15 +97,48 @@ def intervene(
 ) -> Intervened:
     """Give the leader an order about the open transition (DESIGN D14, D17); arguments and errors as ``verify``.
 
+    A leader that is lost before it answers, or cannot answer in this moment, is asked again, or its successor, for as
+    long as ``answer_s`` lasts.  Whatever the first one came to, the order is obeyed once (``kept_order``).
+
     Returns:
         What it answered; ``refused`` says why it does not obey.
+
+    Raises:
+        OperatorError: as above; where a leader was asked, it says whether the order is kept, and obeyed all the same.
+        RefusedError: as above.
     """
-    order = Intervene(record_id, what)
-    with _asking(control, record_id, secret, order, channel=channel, connect_s=connect_s) as leader:
-        answer = leader.answer(answer_s)
-        if not isinstance(answer, Intervened):
-            raise leader.nonsense(answer)
-        return answer
+    order = Intervene(record_id, what, secrets.token_hex(8))
+    until = math.inf
+    lost = ""
+    while True:
+        left = min(max(until - time.monotonic(), _AGAIN_S), answer_s)
+        find_s = connect_s if until == math.inf else left
+        try:
+            with _asking(control, record_id, secret, order, channel=channel, connect_s=find_s) as leader:
+                until = min(until, time.monotonic() + answer_s)
+                answer = leader.answer(left)
+        except OperatorError as e:
+            lost = lost or str(e)
+            if until == math.inf:
+                raise
+            if time.monotonic() >= until:
+                raise OperatorError(f"{lost}; {_became_of(control, order)}") from e
+        else:
+            if not isinstance(answer, Intervened):
+                raise leader.nonsense(answer)
+            if not answer.refused or answer.phase not in _BETWEEN_LEADERS or time.monotonic() >= until:
+                return answer
+        time.sleep(_AGAIN_S)
+
+
+def _became_of(control: ControlPlane, order: Intervene) -> str:
+    """What an order has come to that no leader has answered."""
+    if order.what is Intervention.SHOW:
+        return "ask again"
+    kept = kept_order(control, order.record_id)
+    if kept is None or kept.order_id != order.order_id:
+        return "nothing is ordered until now: ask again"
+    return f"{order.what} is ordered all the same: it was taken before that, and whoever leads next obeys it"
 
 
 @dataclass(frozen=True)
@@ -118,9 +159,7 @@ class _Leader:
                 f"the leader of record {self.record_id!r} has not answered for {waited:.0f} s; its log may say why"
             ) from None
         if isinstance(data, str):
-            raise OperatorError(
-                f"the leader of record {self.record_id!r} was lost before it answered: {data}; ask again"
-            )
+            raise OperatorError(f"the leader of record {self.record_id!r} was lost before it answered: {data}")
         return decode_order(data)
 
     def nonsense(self, answer: Order) -> OperatorError:

@@ -201,11 +201,55 @@ def test_an_order_outlives_the_leader_that_dies_before_it_has_opened_an_attempt(
     fleet.once("OpenApply", lambda step: forge(fleet.objects(step.epoch)[-1], flip))
     again = Push(fleet)
     fleet.wait(lambda: (tr := fleet.record().open) is not None and tr.stopped)
-    assert fleet.refit._control.lookup("default", "operator", "goes-on") is not None  # of the stop before
+    assert fleet.refit._control.lookup("default", "operator", "order") is not None  # of the stop before
     stays(fleet)
     assert again.waits
     assert Operator(fleet, capsys)("abandon")[0] == 0
     again.end()
+
+
+@pytest.mark.parametrize(
+    ("order", "write", "told"),
+    [
+        ("abandon", Point("before", "Abandon"), "was abandoned: on the operator's order"),
+        pytest.param(
+            "roll-back", Point("before", "OpenAttempt", 2), "was rolled back to version 0", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_an_end_outlives_the_leader_that_dies_before_it_has_written_it(fleet_with, capsys, order, write, told):
+    """The next one ends the push, whoever was answered; the operator waits for the answer of one of the two."""
+    fleet = fleet_with(WAITS, point=write)
+    e, push = stopped(fleet)
+    fleet.standby("another")
+    assert Operator(fleet, capsys)(order)[0] == 0
+    assert fleet.coordinators[0].wait_ended() == -signal.SIGKILL
+    push.end()
+    assert told in push.error
+    fleet.coordinators[1].wait_said(f"is given up: an operator ordered {order} of the last leader")
+    fleet.check(e)  # version 0
+    fleet.push()
+    fleet.check(e)
+
+
+@pytest.mark.long
+def test_a_rollback_that_came_in_an_attempt_outlives_its_leader_too(fleet_with, capsys):
+    """What the next leader opens forward, before it has heard of the order, is not committed."""
+    fleet = fleet_with(WAITS, point=Point("before", "OpenAttempt", 2))
+    e = fleet.engine("a")
+    fleet.check(e)
+    fleet.standby("another")
+    fleet.step()
+    answers = []
+    fleet.once("Prepare", lambda step: answers.append(Operator(fleet, capsys)("roll-back")[0]))
+    push = Push(fleet)
+    push.end()
+    assert (answers, fleet.coordinators[0].wait_ended()) == ([0], -signal.SIGKILL)
+    assert "was rolled back to version 0" in push.error
+    assert fleet.record().version == 0
+    fleet.check(e)
+    fleet.push()
+    fleet.check(e)
 
 
 def stays(fleet):
@@ -222,7 +266,7 @@ def test_an_order_that_comes_to_nothing_is_not_kept(fleet_with, capsys):
     e, push = stopped(fleet)
     e.close()
     fleet.engines.clear()
-    kept = lambda: fleet.refit._control.lookup("default", "operator", "goes-on")  # noqa: E731
+    kept = lambda: fleet.refit._control.lookup("default", "operator", "order")  # noqa: E731
     assert Operator(fleet, capsys)("resume")[0] == 0
     assert kept() is not None
     fleet.wait(lambda: kept() is None)

@@ -81,5 +81,5 @@ REPORTS = (
     m.Verify("policy"),
     m.ContentsShown("o0", 9, 10, m.TableRef("policy/10/contents/o0/9/d0", "ee"), D0, ""),
     COMPARED,
-    m.Intervene("policy", m.Intervention.ROLL_BACK),
+    m.Intervene("policy", m.Intervention.ROLL_BACK, "0f1e2d3c4b5a6978"),
 )
