@@ -24,8 +24,8 @@ attempts_max attempts have failed.  Clean engines serve the committed version me
   dcr transition show --control sqlite:///tmp/run/record.db
   dcr transition resume --control sqlite:///tmp/run/record.db
 
-show       what is open, what the leader waits for, whose push waits, and why attempts failed; where no leader answers,
-           what the record alone says, and what is not known
+show       what is open, what the leader waits for, whose push waits, why attempts failed, and which engines do not
+           serve and why; where no leader answers, what the record alone says, and what is not known
 resume     attempts_max more attempts, with the weights of the push that waits (setting stopped_push = wait); where none
            does, push() in the trainer resumes, with the same weights
 dense      the same, and every element is sent; where no push waits, the next one sends every element
@@ -145,7 +145,7 @@ def _show(answer: Intervened, lease: Lease | None) -> None:
         say(f"record {k.record_id}: version {k.version}, epoch {k.epoch}, {leader}")
         say(f"  open      {'no transition' if k.open is None else _open(k.open, answer.phase)}")
     if not answer.leader:
-        say("  not known who pushes, what is waited for, and why attempts failed: only the leader knows")
+        say("  not known who pushes, what is waited for, why attempts failed, and who serves: only the leader knows")
         return
     nobody = "not known before every rank is connected" if answer.phase == Phase.STARTING else "nobody"
     say(f"  pushing   {', '.join(answer.waiting) or nobody}")
@@ -153,6 +153,10 @@ def _show(answer: Intervened, lease: Lease | None) -> None:
         say(f"  waits for {answer.waits_for}")
     for failure in answer.failures:
         say(f"  failed    {failure}")
+    for s in answer.standings:
+        say(f"  {s.state:<9} {s.engine}: {s.why}")
+    if answer.standings_left_out:
+        say(f"  and {answer.standings_left_out} more engines that do not serve")
     if k is not None and k.open is not None and not answer.failures and _failed(k.open, answer.phase):
         say("  failed    not known why: the coordinator that ran those attempts is gone; its log has it")
 

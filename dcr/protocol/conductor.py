@@ -137,6 +137,8 @@ class Conductor(Registrar):
             tuple(e.member for e in engines),
         )
         evicted = [m for m in k.members if m not in record.members]
+        for e in filter(None, map(self.fleet.of, evicted)):
+            e.evicted = record.epoch
         self._opening = self._new_session(record, base, engines, operations[0] if kind is Kind.RELATIVE else "set")
         steps = [Step(self.leader, "Evict", record.epoch, f"{m.engine} ({m.incarnation})") for m in evicted]
         return [*steps, *self._cas(record, "OpenAttempt")]

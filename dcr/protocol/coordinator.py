@@ -241,7 +241,7 @@ class Coordinator(Announcer):
             if s.restore:
                 self._restore_failed(m, f"time-out: {reason}")
             elif e is not None:
-                e.silent = True
+                e.fell_silent(f"time-out: {reason}")
         return f"time-out: {reason}"
 
     def _wait(self, name: str, why: str) -> list[Effect]:

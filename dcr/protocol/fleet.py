@@ -11,6 +11,9 @@ from dcr.protocol.record import CommitRecord, Member
 ATTEMPT_FAILURES_MAX = 2
 """An engine that fails so many attempts of one push is left out of the next, if enough others are left."""
 
+FAILURE_CHARS_MAX = 400
+"""Of what an engine failed at, so much is remembered."""
+
 ENGINES_MAX = 4096
 """So many engines are remembered; of more, those are forgotten that nobody needs and that were lost first."""
 
@@ -33,6 +36,10 @@ class Engine:
     """Attempts of the push under way that it failed."""
     engaged: int = 0
     """The epoch that it was last ordered to prepare, until it acknowledges or fails it."""
+    failure: str = ""
+    """What it failed last, or let pass, and why; empty if it has come through something since."""
+    evicted: int = 0
+    """The epoch of the attempt that was opened without it though it was a member; 0 if none was."""
 
     @property
     def member(self) -> Member:
@@ -46,15 +53,30 @@ class Engine:
             return f"refused: {self.refused}"
         if not self.connected:
             return "not connected"
-        return "at fault" if self.at_fault else f"holds {_held(self.state)}"
+        return "at fault" if self.at_fault else f"holds {self.held}"
+
+    @property
+    def held(self) -> str:
+        """What its storage holds; for people."""
+        return _held(self.state)
 
     @property
     def at_fault(self) -> bool:
         """True if attempts had better go on without it: it is silent, or failed one attempt after another."""
         return self.silent or self.attempt_failures >= ATTEMPT_FAILURES_MAX
 
+    def failed(self, what: str) -> None:
+        """It failed this, or let a time-out pass, as is said here with the reason."""
+        self.failure = what if len(what) <= FAILURE_CHARS_MAX else f"{what[:FAILURE_CHARS_MAX]} ..."
+
+    def fell_silent(self, reason: str) -> None:
+        """It let a time-out pass."""
+        self.silent = True
+        self.failed(reason)
+
     def restore_failed(self, reason: str, failures_max: int) -> None:
         """A restore of it failed; it is refused once that has happened so often."""
+        self.failed(f"its restore failed: {reason}")
         self.restore_failures += 1
         if self.restore_failures >= failures_max:
             self.refused = f"its restore failed {self.restore_failures} times, last: {reason}"
@@ -63,7 +85,7 @@ class Engine:
     def restored(self, record: CommitRecord) -> None:
         """Its storage is clean at the committed version."""
         self.state = StorageState(record.version, record.baseline_id, ())
-        self.restore_failures = 0
+        self.restore_failures, self.failure = 0, ""
         if self.unrestorable:
             self.refused, self.unrestorable = "", False
 
@@ -113,6 +135,7 @@ class Fleet:
         e = Engine(report, report.state)
         if old is not None and same:
             e.restore_failures, e.engaged = old.restore_failures, old.engaged
+            e.failure, e.evicted = old.failure, old.evicted
             e.refused, e.unrestorable = old.refused, old.unrestorable  # what was refused stays so until it restarts
         why = self._why_refused(report)
         if why:

@@ -379,6 +379,18 @@ class Intervene(_Message, frozen=True):
     """New with every order: an operator that lost the answer asks again under the same one, and is obeyed once."""
 
 
+class Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine that does not serve, or may not, as far as the leader knows."""
+
+    engine: str
+    state: str
+    """``refused``, ``away`` (not connected), ``unjoined`` (connected, and has not asked to be let in), ``silent`` (let
+    a time-out pass), ``gated`` (its storage is not the committed version), ``evicted`` or ``waiting`` (to be let in).
+    """
+    why: str
+    """For people: what it holds, and what it failed at."""
+
+
 class Intervened(_Message, frozen=True):
     """To the operator: how the record stood when the order came, and what follows from it."""
 
@@ -396,6 +408,10 @@ class Intervened(_Message, frozen=True):
     """Why attempts of the push that waits have failed."""
     refused: str
     """Why nothing was done; empty if the order is obeyed."""
+    standings: tuple[Standing, ...] = ()
+    """Engines that do not serve, by name, the first ``standing.STANDINGS_MAX`` of them."""
+    standings_left_out: int = 0
+    """How many more there are."""
 
 
 Order = (

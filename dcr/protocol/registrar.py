@@ -251,6 +251,7 @@ class Registrar(Leader):
             return  # it was not ordered to write yet
         if engine.engaged == report.epoch:
             engine.engaged = 0
+        engine.failure = ""
         if s is not None and engine.member in s.members:
             s.roots[engine.member] = report.manifest_root
             s.took(report.seconds)
@@ -267,6 +268,7 @@ class Registrar(Leader):
 
     def _member_failed(self, engine: Engine, report: AttemptFailed) -> list[Effect]:
         engine.state = report.state
+        engine.failed(f"epoch {report.epoch} failed there: {report.reason}")
         if engine.engaged == report.epoch:
             engine.engaged = 0
         s = self._session_of(report.epoch)

@@ -269,7 +269,7 @@ class CoordinatorHost:
         if operator.role != "operator":
             raise RefusedError(f"{operator} gave an order about the transition, which is an operator's to give")
         self._status = fleet_status(self._role)
-        answer, effects = intervened(self._role, order, self._status, self._kept)
+        answer, effects = intervened(self._role, order, self._status, self._kept, self._nodes)
         self._send("operator", operator.name, encode_message(answer))
         return effects
 

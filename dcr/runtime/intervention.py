@@ -1,6 +1,6 @@
 """The leader's answer to an operator's order about the open transition (DESIGN D14, D17)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Effect
@@ -9,10 +9,15 @@ from dcr.protocol.intervention import check, intervene
 from dcr.protocol.messages import Intervene, Intervened, cut
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.kept_order import KeptOrder
+from dcr.runtime.standing import STANDINGS_MAX, standings
 
 
 def intervened(
-    role: Coordinator, order: Intervene, status: FleetStatus, kept: KeptOrder
+    role: Coordinator,
+    order: Intervene,
+    status: FleetStatus,
+    kept: KeptOrder,
+    connected: Iterable[tuple[str, int]] = (),
 ) -> tuple[Intervened, Sequence[Effect]]:
     """Obey an order as far as the protocol allows it.
 
@@ -21,6 +26,7 @@ def intervened(
         order: the operator's.
         status: of the fleet, now.
         kept: keeps the order, which the next leader has to obey if this one does not come to it.
+        connected: names and incarnations of the engines whose nodes are connected.
 
     Returns:
         What the operator is told, of the record as the order found it, and what is to be done.
@@ -28,6 +34,7 @@ def intervened(
     record, effects = role.record, list[Effect]()
     waiting = tuple(name for name, seat in role.seats if seat.ready)
     failures = tuple(cut(f) for f in role.failures) if waiting else ()
+    engines = standings(role, connected)
     refused = f"{role.leader} leads record {role.record_id!r}, not {order.record_id!r}"
     if order.record_id == role.record_id:
         try:
@@ -39,6 +46,15 @@ def intervened(
         except RefusedError as e:
             refused = str(e)
     answer = Intervened(
-        role.record_id, role.leader, record, status.phase, status.waits_for, waiting, failures, cut(refused)
+        role.record_id,
+        role.leader,
+        record,
+        status.phase,
+        status.waits_for,
+        waiting,
+        failures,
+        cut(refused),
+        engines[:STANDINGS_MAX],
+        len(engines[STANDINGS_MAX:]),
     )
     return answer, effects

@@ -80,11 +80,13 @@ class KeptOrder:
         Raises:
             RefusedError: it cannot be told now.
         """
+        if order.what is Intervention.SHOW or not order.order_id:
+            return False
         try:
             self._look()
         except ControlPlaneUnavailableError as e:
             raise RefusedError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
-        return self._kept is not None and order.order_id != "" and self._kept.order_id == order.order_id
+        return self._kept is not None and self._kept.order_id == order.order_id
 
     def keep(self, role: Coordinator, order: Intervene) -> None:
         """Keep an order that can be obeyed, if it is one to keep; it replaces the one before.

@@ -91,6 +91,12 @@ def test_a_push_goes_on_as_the_operator_says(fleet, capsys, order, kind):
     assert (status, shown["record"]["open"]["stopped"], shown["waiting"]) == (0, True, ["rank-0"])
     assert "does not match its own digest" in shown["failures"][0]
     assert "waits for the operator" in shown["waits_for"]
+    (a,) = shown["standings"]
+    assert (a["engine"], a["state"], shown["standings_left_out"]) == ("a", "gated", 0)
+    assert re.fullmatch(
+        r"holds version 0, torn by v1-\w{16}; epoch \d failed there: .*does not match its own digest.*", a["why"]
+    )
+    assert f"  gated     a: {a['why']}" in operator.lines
     assert e.node.version is None  # torn
     assert push.waits
     assert operator(order)[0] == 0
@@ -308,6 +314,7 @@ def test_after_a_take_over_it_shows_whom_the_next_attempt_waits_for_and_what_is_
             "  pushing   rank-0",
             waits,
             "  failed    an older attempt: the coordinator that led it is gone; its log has the reason",
+            f"  away      a: it has not come back since {k.leader} leads",
         ],
     )
     spoke._resolve = resolve
@@ -356,7 +363,7 @@ def test_without_a_leader_it_shows_the_record_and_says_what_is_not_known(fleet_o
         [
             f"record default: version 0, epoch {epoch}, nobody leads",
             "  open      to version 1, 1 attempt, stopped",
-            "  not known who pushes, what is waited for, and why attempts failed: only the leader knows",
+            "  not known who pushes, what is waited for, why attempts failed, and who serves: only the leader knows",
         ],
     )
     assert main(["transition", "show", "--control", fleet.addresses["control"], "--timeout-s", "0.3", "--json"]) == 3

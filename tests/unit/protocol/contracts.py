@@ -62,7 +62,18 @@ ORDERS = (
     m.ShowContents("policy", 10),
     m.CompareContents("policy", 10, 6, (m.TableRef("policy/10/contents/o0/9/d0", "ee"),)),
     m.Verified("policy", 6, 1, COMPARED, 2, ""),
-    m.Intervened("policy", "c1", RECORD, "idle", "a push waits", ("o0",), ("the loader raised",), "not stopped"),
+    m.Intervened(
+        "policy",
+        "c1",
+        RECORD,
+        "idle",
+        "a push waits",
+        ("o0",),
+        ("the loader raised",),
+        "not stopped",
+        (m.Standing("e1", "gated", "holds version 6, torn by v7-c1-3"),),
+        3,
+    ),
 )
 
 REPORTS = (

@@ -193,3 +193,4 @@ def test_nothing_is_ordered_while_the_control_plane_is_away(control):
     control.close()
     assert at.order("abandon").startswith("the control plane is away, so that nothing can be ordered; ask again: ")
     assert (at.reasons[-1], at.record.open.stopped) == ("Stop", True)
+    assert at.order("show", "x") == ""
