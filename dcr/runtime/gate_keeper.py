@@ -44,6 +44,8 @@ class GateKeeper:
         self._open = False
         self._withheld = False
         self._stopped = False
+        self.opening_since: float | None = None
+        """Since when the engine's ``open_gate`` has been running, on the wall clock; None if it is not."""
         self._thread = threading.Thread(target=self._watch, name=f"dcr-lease-{name}", daemon=True)
 
     def start(self) -> None:
@@ -88,7 +90,7 @@ class GateKeeper:
                 if self.stale:
                     self._withhold(withheld=True)
                 elif serving is not None:
-                    self._engine.open_gate(serving)
+                    self._let_in(serving)
                     self._withhold(withheld=False)
                 raise
             self._open = False
@@ -106,8 +108,15 @@ class GateKeeper:
             if self.stale:  # it may have taken long to come here
                 self._withhold(withheld=True)
                 return
-            self._engine.open_gate(version)
+            self._let_in(version)
             self._withhold(withheld=False)
+
+    def _let_in(self, version: int) -> None:
+        self.opening_since = time.time()
+        try:
+            self._engine.open_gate(version)
+        finally:
+            self.opening_since = None
 
     @property
     def ended(self) -> bool:

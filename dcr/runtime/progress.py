@@ -20,7 +20,8 @@ from dcr.runtime.spoke import Spoke
 
 _log = logging.getLogger("dcr.node")
 _COMMIT = "the commit"
-_OPENING = "reset_caches (the gate's opening)"
+_RESETTING = "reset_caches (the gate's opening)"
+_LETTING_IN = "open_gate (the gate's opening)"
 
 
 class EngineStatus(Told, frozen=True):
@@ -195,13 +196,24 @@ class Progress:
     @property
     def serving(self) -> int | None:
         """The version being served; None while the gate lets nobody in."""
-        return None if self.left or self._gate.withheld else self._node.serving
+        nobody = self.left or self._gate.withheld or self._gate.opening_since is not None
+        return None if nobody else self._node.serving
 
     @property
     def hangs(self) -> str:
         """What keeps the gate from opening though it was ordered to, which should be quick; empty if nothing does."""
-        since = self._resetting
-        return "" if since is None else f"{_OPENING}, which has not returned for {time.time() - since:.0f} s"
+        if (opening := self._opening) is None:
+            return ""
+        call, since = opening
+        return f"{call}, which has not returned for {time.time() - since:.0f} s"
+
+    @property
+    def _opening(self) -> tuple[str, float] | None:
+        """Which of the engine's functions that open the gate is running, and since when."""
+        resetting, letting_in = self._resetting, self._gate.opening_since
+        if resetting is not None:
+            return _RESETTING, resetting
+        return None if letting_in is None else (_LETTING_IN, letting_in)
 
     def status(self) -> EngineStatus:
         """The engine as of now."""
@@ -234,8 +246,8 @@ class Progress:
 
     def _held_up_by(self, order: Prepare, fetch: Fetch | None) -> str:
         """What the attempt waits for here."""
-        if self._resetting is not None:
-            return _OPENING
+        if (opening := self._opening) is not None:
+            return opening[0]
         applying = self._node.applying == order.epoch
         if self._ended:
             return self._ended

@@ -78,9 +78,20 @@ def test_a_gate_that_is_closed_for_a_transition_names_it_and_the_log_tells_its_t
     assert abs(int(shut_ms) - lasted / timedelta(milliseconds=1)) <= 2
 
 
-def test_an_engine_whose_caches_are_not_reset_says_so_and_the_log_warns(at: Led) -> None:
-    entered, let_go = threading.Event(), threading.Event()
-    at.engine._reset = lambda: entered.set() or let_go.wait(WAIT_S)
+@pytest.mark.parametrize("call", ["reset_caches", "open_gate"])
+def test_an_engine_whose_gate_is_not_opened_says_so_and_the_log_warns(
+    at: Led, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    committed, entered, let_go = threading.Event(), threading.Event(), threading.Event()
+    real = getattr(at.engine, call)
+
+    def hangs(*version: int) -> None:
+        if committed.is_set():  # before that the lease may run out on a busy machine, and the gate be opened again
+            entered.set()
+            let_go.wait(WAIT_S)
+        real(*version)
+
+    monkeypatch.setattr(at.engine, call, hangs)
     at.policy.step(1)
     order = at.prepare(stage=False)
     root = at.emit(order)
@@ -88,21 +99,42 @@ def test_an_engine_whose_caches_are_not_reset_says_so_and_the_log_warns(at: Led)
     at.hear(Acknowledged)
     assert status(at).refit is not None
     assert status(at).refit.held_up_by == "the commit"
+    committed.set()
     at.write(at.record.commit(at.content_digest, root, "op"))
     assert entered.wait(WAIT_S)
     wait(lambda: at.node._agents["a"]._gate.stale)  # its thread reads no record meanwhile
     closed = status(at)
     assert (closed.version, closed.gate) == (None, "closed")
-    waits = r"it waits for reset_caches \(the gate's opening\), which has not returned for \d+ s"
+    waits = rf"it waits for {call} \(the gate's opening\), which has not returned for \d+ s"
     assert re.fullmatch(waits, closed.reason)
     (told,) = at.node._under_way().values()
     assert isinstance(told, Stuck)
     assert re.fullmatch(f"engine a serves nothing: {waits}", told.text())
-    assert closed.refit is None or closed.refit.held_up_by == "reset_caches (the gate's opening)"
+    assert closed.refit is None or closed.refit.held_up_by == f"{call} (the gate's opening)"
     let_go.set()
     at.node.wait_serving(1, WAIT_S)
-    assert status(at).reason == ""
+    wait(lambda: status(at).reason == "")  # an open_gate that took longer than the lease is followed by a close
     assert not any(isinstance(what, Stuck) for what in at.node._under_way().values())
+
+
+def test_a_gate_that_is_to_go_on_after_it_could_not_be_drained_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = Led(tmp_path, {"serve_lease_s": 60.0, "drain_timeout_s": 0.1})
+    entered, let_go = threading.Event(), threading.Event()
+    real = at.engine.open_gate
+    k = at.record
+    base = Base(Kind.RESTORE, 0, k.baseline_id, "")
+    with at.engine.request():
+        monkeypatch.setattr(at.engine, "open_gate", lambda version: (entered.set(), let_go.wait(WAIT_S), real(version)))
+        at.write(k.open_restore())
+        at.send(Prepare("default", at.record.epoch, 0, base, (at.owner,), at.node.incarnations["a"]))
+        assert entered.wait(WAIT_S)
+        assert status(at).version is None
+        assert status(at).reason.startswith("it waits for open_gate (the gate's opening), which has not returned for ")
+        let_go.set()
+        wait(lambda: "open_gate" not in status(at).reason)
+    at.close()
 
 
 def test_an_engine_that_is_restored_says_so(at: Led) -> None:
