@@ -17,22 +17,23 @@ class Disk:
 
     Args:
         folder: of the run.
+        size_bytes: of a tmpfs.
 
     Attributes:
         payloads: the delivery folder's place.
-        mounted: whether it is a tmpfs of ``SIZE_BYTES``; otherwise children raise ENOSPC while it is ``full``.
+        mounted: whether it is a tmpfs; otherwise children raise ENOSPC while it is ``full``.
         how: which of the two it was, for the report.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, size_bytes: int = SIZE_BYTES) -> None:
         self._root = folder / _DISK
         self._root.mkdir()
         self._flag = folder / _FLAG
         self.mounted = os.geteuid() == 0 and _run(
-            "mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES},mode=700", "dcr-chaos", str(self._root)
+            "mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "dcr-chaos", str(self._root)
         )
         self.payloads = self._root / "payloads"
-        self.how = f"a tmpfs of {SIZE_BYTES >> 20} MiB" if self.mounted else "injected: no tmpfs can be mounted here"
+        self.how = f"a tmpfs of {size_bytes >> 20} MiB" if self.mounted else "injected: no tmpfs can be mounted here"
 
     def fill(self) -> None:
         """Leave no byte free."""

@@ -10,7 +10,7 @@ import msgspec
 
 from dcr.chaos.report import FaultReport, RunReport
 from dcr.chaos.run import Run
-from dcr.chaos.run_folder import FolderError, RunFolder
+from dcr.chaos.run_folder import FolderError, FullError, RunFolder, is_full, no_room
 from dcr.chaos.scenario import Deployment, Scenario
 from dcr.chaos.servers import missing
 from dcr.chaos.timeline import write_timeline
@@ -36,6 +36,7 @@ def execute(scenario: Scenario, folder: RunFolder, tell: Callable[[str], None], 
 
     Raises:
         RefusedError: a model cannot be made.
+        FullError: the disk of the folder became full, and everything was ended.
     """
     d = scenario.deployment
     nothing = RunReport(name=scenario.name, ok=True, deployment=describe(d), folder=str(folder.path))
@@ -46,13 +47,19 @@ def execute(scenario: Scenario, folder: RunFolder, tell: Callable[[str], None], 
         folder.empty()
         run = Run(scenario, folder.path, tell, bug)
     except FolderError as e:
+        if no_room(folder.path):
+            raise FullError(folder.path, str(e)) from e
         return msgspec.structs.replace(nothing, ok=False, problems=(str(e),))
     run.run()
     return report_of(run)
 
 
 def report_of(run: Run) -> RunReport:
-    """What a run came to, kept in its folder beside its timeline."""
+    """What a run came to, kept in its folder beside its timeline.
+
+    Raises:
+        FullError: there is no room for it.
+    """
     scenario, folder = run.scenario, run.fleet.folder
     zero_s = min((child.started_s for child in run.fleet.everyone), default=run.totals.began_s)
     faults = tuple(
@@ -105,13 +112,19 @@ def describe(d: Deployment) -> str:
 
 
 def _kept(report: RunReport) -> RunReport:
-    """The same report, now in its folder; where it cannot be written, that is one more problem."""
+    """The same report, now in its folder; where it cannot be written, that is one more problem.
+
+    Raises:
+        FullError: that is because the disk is full.
+    """
     folder = Path(report.folder)
     try:
         (folder / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
         write_timeline(folder, report)
     except OSError as e:
         said = f"{folder}: report and timeline cannot be written: {e}"
+        if is_full(e):
+            raise FullError(folder, said) from e
         return msgspec.structs.replace(report, ok=False, problems=(*report.problems, said))
     return report
 
@@ -123,6 +136,9 @@ def validated(report: RunReport, spec: Path, tell: Callable[[str], None]) -> Run
         report: of the run.
         spec: folder of the specification.
         tell: takes a line of progress, if the logs are long.
+
+    Raises:
+        FullError: there is no room for the report.
     """
     if report.skipped:
         return report
@@ -170,6 +186,7 @@ def execute_all(
 
     Raises:
         RefusedError: one of the folders cannot be used, and nothing was started; or a model cannot be made.
+        FullError: the disk became full; scenarios that come later are not run.
     """
     reports: list[RunReport] = []
     waiting: list[Future[RunReport]] = []
@@ -184,7 +201,11 @@ def execute_all(
         folders = [taken.enter_context(RunFolder(folder / in_a_path(s.name))) for s in scenarios]
         for scenario, its in zip(scenarios, folders, strict=True):
             tell(f"{scenario.name}: {describe(scenario.deployment)}")
-            report = execute(scenario, its, tell)
+            try:
+                report = execute(scenario, its, tell)
+            except FullError:
+                collect(wait=True)  # of the runs before
+                raise
             if spec is None:
                 waiting.append(_known(report))
             else:

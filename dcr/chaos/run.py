@@ -15,6 +15,7 @@ from dcr.chaos.fleet import Fleet, use_few_threads
 from dcr.chaos.history import FILE, History
 from dcr.chaos.process import ChildError
 from dcr.chaos.pushes import Pushes
+from dcr.chaos.run_folder import FolderError, FullError, no_room
 from dcr.chaos.scenario import Scenario
 from dcr.chaos.strike import Strike, Totals
 from dcr.chaos.supervisor import Supervisor
@@ -55,6 +56,7 @@ class Run:
         self.fleet = Fleet(scenario, folder, bug)
         self.checks = Checks(folder, Twins(scenario.deployment.model.engine))
         self.checks.begin(self.fleet.first)
+        self._full = ""  # what was found first, once the folder's disk is full
         self._history = History(folder / FILE, self.checks.problems, self._commit)
         self.pushes = Pushes(self.fleet, self.strikes, self.totals, tell)
         self._supervisor = Supervisor(
@@ -68,18 +70,29 @@ class Run:
         )
 
     def run(self) -> None:
-        """Run it; what is wrong is in ``checks.problems`` afterwards."""
+        """Run it; what is wrong is in ``checks.problems`` afterwards.
+
+        Raises:
+            FullError: the disk of its folder became full, and everything was ended.
+        """
         self.over(self._refits)
 
     def over(self, refits: Callable[[], None]) -> None:
-        """Start everything, do this, and whatever came of it end everything and check what is checked at the end."""
+        """Start everything, do this, and whatever came of it end everything and check what is checked at the end.
+
+        Raises:
+            FullError: as ``run``.
+        """
         try:
             self._told(self._start)
             if not self.checks.problems:
                 self._told(refits)
-            self._told(lambda: self._read_history(end=True))
+            if not self._full:
+                self._told(lambda: self._read_history(end=True))
         finally:
             self.fleet.close()
+        if self._full:
+            raise FullError(self.fleet.folder, self._full)
         self._told(self.checks.requests)
 
     def _told(self, act: Callable[[], None]) -> None:
@@ -87,8 +100,11 @@ class Run:
             act()
         except DcrError as e:
             self.checks.problems.append(str(e))
-        except (OSError, SafetensorError) as e:  # a disk that filled meanwhile
+        except (OSError, SafetensorError) as e:  # a disk that fails, or filled meanwhile
             self.checks.problems.append(f"{self.fleet.folder}: {e}")
+        # Looked for at once: the processes that are there leave no room that their ends would make.
+        if self.checks.problems and not self._full and no_room(self.fleet.folder):
+            self._full = self.checks.problems[-1]
 
     def _refits(self) -> None:
         for refit in range(1, self.scenario.deployment.trainer.refits + 1):
@@ -156,7 +172,13 @@ class Run:
                 self.checks.problems.append(f"{strike.fault}: recovered only after {now - strike.quiet_s:.1f} s")
 
     def _follow(self) -> None:
-        """Read the history while a refit goes on; it may be that the control plane does not answer now."""
+        """Read the history while a refit goes on; it may be that the control plane does not answer now.
+
+        Raises:
+            FolderError: the disk is full; what that leads to might be told only after every time-out has passed.
+        """
+        if no_room(self.fleet.folder):
+            raise FolderError(f"refit {self.pushes.refit}: no space is left on the disk of {self.fleet.folder}")
         with contextlib.suppress(ControlPlaneUnavailableError):
             self._history.read(self.fleet.history(self._history.revision))
 

@@ -1,6 +1,7 @@
 """The folder of one run: marked as the harness's own, and held by one run at a time."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -14,10 +15,40 @@ from dcr.protocol.errors import DcrError, RefusedError
 MARK = ".dcr-chaos"
 """The file that says that a folder is the harness's, and so may be emptied; whoever runs in it holds a lock on it."""
 _PID_BYTES_MAX = 20
+_PROBE, _PROBE_BYTES = ".probe", 64 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class FolderError(DcrError):
     """What a run needs in its folder cannot be written there."""
+
+
+class FullError(DcrError):
+    """The disk of a run's folder is full, so that the run was broken off and shows nothing."""
+
+    def __init__(self, folder: Path, found: str) -> None:
+        super().__init__(
+            f"{folder}: its disk is full: the run was broken off, and shows nothing; make room there, or name another "
+            f"--folder. Found first: {found}"
+        )
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an error says that a disk, or a share of it, is full."""
+    return error.errno in _FULL
+
+
+def no_room(folder: Path) -> bool:
+    """Whether nothing more can be written into a run's folder, as its disk is full."""
+    probe = folder / _PROBE
+    try:
+        probe.write_bytes(b"\0" * _PROBE_BYTES)
+    except OSError as e:
+        return is_full(e)
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
+    return False
 
 
 class RunFolder:

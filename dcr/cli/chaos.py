@@ -69,7 +69,7 @@ nothing, whatever the other commands say."""
 
 _EPILOG = """\
 exit status: 0 every check held; 1 one did not, and what the run left is named; 2 the command line is wrong;
-3 a scenario, or the folder for it, was refused; 130 interrupted"""
+3 a scenario, or the folder for it, was refused, or its disk became full; 130 interrupted"""
 
 
 def _seed(text: str) -> int:

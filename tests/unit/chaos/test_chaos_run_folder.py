@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from dcr.chaos.disk import Disk
 from dcr.chaos.execute import execute, execute_all, validated
 from dcr.chaos.report import RunReport
-from dcr.chaos.run_folder import RunFolder
+from dcr.chaos.run_folder import FullError, RunFolder, no_room
 from dcr.chaos.scenario import Scenario
 from dcr.protocol.errors import RefusedError
 
@@ -99,6 +100,33 @@ def test_a_disk_that_is_full_at_the_start_is_refused_and_one_that_fills_later_is
             report = execute(SCENARIOS[0], folder, lambda _: None)
         assert not report.ok
         assert f"{tmp_path}/run: the checkpoints of version 0 cannot be written" in report.problems[0]
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A run's folder on a disk of its own without a byte left, and what makes room there."""
+    disk = Disk(tmp_path)
+    if not disk.mounted:
+        disk.close()
+        pytest.skip("NOT TESTED: a disk that is full in earnest: no tmpfs can be mounted here, which takes root")
+    with RunFolder(disk.payloads) as folder:
+        disk.fill()
+        yield folder, disk.free
+    disk.close()
+
+
+def test_a_run_whose_disk_is_full_shows_nothing_and_names_its_folder(full):
+    folder, free = full
+    assert no_room(folder.path)
+    said = f"{folder.path}: its disk is full: the run was broken off, and shows nothing; make room there"
+    with pytest.raises(FullError, match=f"{said}.*the checkpoints of version 0 cannot be written"):
+        execute(SCENARIOS[0], folder, print)
+    report = RunReport(name="a", ok=True, deployment="", folder=str(folder.path))
+    with pytest.raises(FullError, match=f"{said}.*report and timeline cannot be written"):
+        validated(report, folder.path, print)
+    free()
+    assert not no_room(folder.path)
+    assert sorted(p.name for p in folder.path.iterdir() if p.name.startswith(".")) == [".dcr-chaos"]
 
 
 def test_a_report_that_cannot_be_kept_is_a_problem_by_name(tmp_path):
