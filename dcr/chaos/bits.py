@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dcr.chaos.model import VLLM, make
+from dcr.chaos.model import RAISED, VLLM, make
+from dcr.protocol.errors import RefusedError
 
 CHECKPOINT = "model.safetensors"
 TWINS_MAX = 8
@@ -37,9 +38,18 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def load(model: nn.Module, checkpoint: Path) -> None:
-    """Load a checkpoint densely, through the model's native loader."""
+    """Load a checkpoint densely, through the model's native loader.
+
+    Raises:
+        RefusedError: the loader raises.
+    """
     loader: Any = model
-    loader.load_weights(load_file(checkpoint / CHECKPOINT).items())
+    weights = load_file(checkpoint / CHECKPOINT)
+    try:
+        loader.load_weights(weights.items())
+    except RAISED as e:
+        of = f"model {type(model).__name__}: its load_weights, given {checkpoint},"
+        raise RefusedError(f"{of} raises {type(e).__name__}: {e}") from e
 
 
 class Twins:

@@ -17,7 +17,7 @@ _SPECIALS = (0x7FC1, 0x7F81, -0x8000, 0x7F80, -0x80, 0x0001)
 """BF16 bits: quiet and signalling NaN with payloads, -0.0, infinities, a denormal."""
 
 
-_RAISED = (Exception, SystemExit)
+RAISED = (Exception, SystemExit)
 """What code of a user's may raise: a module that ends the process would end the harness, as if all were well."""
 VLLM = "vllm"
 """As an engine's model: an engine of vLLM, on the trainer's checkpoint."""
@@ -36,11 +36,11 @@ def make(factory: str) -> nn.Module:
     module, _, name = factory.partition(":")
     try:
         make_it = getattr(import_module(module), name)
-    except _RAISED as e:  # importing runs the user's module
+    except RAISED as e:  # importing runs the user's module
         raise RefusedError(f"model {factory!r}: {_told(e)}; put the folder of its module on PYTHONPATH") from e
     try:
         made = make_it()
-    except _RAISED as e:
+    except RAISED as e:
         raise RefusedError(f"model {factory!r}: called without arguments it raises {_told(e)}") from e
     if not isinstance(made, nn.Module):
         raise RefusedError(f"model {factory!r} makes a {type(made).__name__}, not a torch module")
@@ -62,7 +62,7 @@ def check(trainer: str, engine: str) -> None:
         raise RefusedError(f"model {engine!r}: it has no load_weights(weights), the native loader of an engine's model")
     try:
         loader.load_weights(iter(weights.items()))
-    except _RAISED as e:
+    except RAISED as e:
         raise RefusedError(
             f"model {engine!r}: its load_weights, given the tensors of {trainer!r}, raises {_told(e)}"
         ) from e
@@ -118,7 +118,7 @@ def train_step(model: nn.Module, seed: int, rate: float) -> None:
     if own is not None:
         try:
             own(seed, rate)
-        except _RAISED as e:
+        except RAISED as e:
             raise RefusedError(f"model {type(model).__name__}: its train_step({seed}, {rate}) raises {_told(e)}") from e
         return
     change(model, seed, rate, special=True)

@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from dcr.data_plane.placement.contained_load import contained
+
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 
@@ -64,7 +66,7 @@ class Readback(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Load again what the loader was fed; False, with a finding, if the loader would not."""
         try:
             with torch.no_grad(), self:
-                load_weights(self._feed(fed))
+                contained(load_weights)(self._feed(fed))
         except Exception as error:  # noqa: BLE001  whatever a loader raises on storage that is not in its layout
             found = f"its loader refused to load it again: {error or type(error).__name__}"
             self.findings.append(Finding(*split(self.current), found))

@@ -163,5 +163,5 @@ class GateKeeper:
             self._withhold(withheld=True)
             try:
                 self._engine.close_gate(self._drain_timeout_s)
-            except Exception as e:  # noqa: BLE001 - whatever it is, the gate is closed to new requests
+            except BaseException as e:  # noqa: BLE001 - whatever it is, the gate is closed to new requests
                 _log.warning("engine %s, closing its gate: %s: %s", self._name, type(e).__name__, e)

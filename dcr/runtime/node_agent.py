@@ -248,7 +248,7 @@ class NodeAgent:
         except RankLostError as e:
             self._give_up(f"lost with a rank of it: {e}; start the engine anew")
             self._leave()
-        except Exception as e:  # noqa: BLE001 - told to whoever waits for the engine
+        except BaseException as e:  # noqa: BLE001 - an engine's code may raise anything; told to whoever waits for it
             _log.exception("node agent of engine %s", self._name)
             self._give_up(f"its node agent failed: {type(e).__name__}: {e}")
             self._leave()
@@ -271,8 +271,8 @@ class NodeAgent:
         for close in (self._spoke.close, self._gate.close):
             try:
                 close()
-            except DcrError as e:
-                _log.warning("engine %s, leaving: %s", self._name, e)
+            except BaseException as e:  # noqa: BLE001 - it may be the engine's code again that ended the agent
+                _log.warning("engine %s, leaving: %s: %s", self._name, type(e).__name__, e)
 
     def _take(self, event: Arrived | Connected | Looked | Asked | Tables) -> None:
         match event:
@@ -366,7 +366,7 @@ class NodeAgent:
         try:
             with self._progress.resetting():
                 self._engine.reset_caches()
-        except Exception as e:  # noqa: BLE001 - a user's function may raise anything; the gate then stays closed
+        except BaseException as e:  # noqa: BLE001 - a user's function may raise anything; the gate then stays closed
             self._do(self._role.gate_stuck(f"its caches could not be reset: {type(e).__name__}: {e}"))
             return
         try:

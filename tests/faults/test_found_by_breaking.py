@@ -167,6 +167,35 @@ def test_an_engine_that_fails_every_attempt_is_left_out_and_the_others_go_on(fle
     bad.model.broken = False
 
 
+class Leaves(Doubled):
+    ends: type[BaseException] | None = None
+
+    def load_weights(self, weights):
+        loaded = super().load_weights(weights)
+        if Leaves.ends is not None:
+            raise Leaves.ends(0)
+        return loaded
+
+
+@pytest.mark.parametrize("ends", [SystemExit, GeneratorExit])
+def test_a_loader_that_would_end_its_process_fails_the_attempt_by_name(tmp_path: Path, monkeypatch, ends) -> None:
+    """The agent that called it lives, and takes the next push."""
+    fleet = Fleet(tmp_path, {"attempts_max": 1})
+    try:
+        e = fleet.engine("a", Leaves)
+        fleet.check(e)
+        fleet.step()
+        monkeypatch.setattr(Leaves, "ends", ends)
+        with pytest.raises(PushError, match=rf"the loader raised LoaderExitError: {ends.__name__}: 0"):
+            fleet.refit.push()
+        assert e.node.failures == {}
+        monkeypatch.setattr(Leaves, "ends", None)
+        fleet.push()
+        fleet.check(e)
+    finally:
+        fleet.close()
+
+
 def test_an_observer_that_raises_disturbs_nobody(tmp_path: Path, caplog) -> None:
     fleet = Fleet(tmp_path)
     try:

@@ -8,6 +8,7 @@ from torch import nn
 
 from dcr.data_plane.item import Item, Operation, TensorSpec
 from dcr.data_plane.placement.composition import StandIns
+from dcr.data_plane.placement.contained_load import contained
 from dcr.data_plane.placement.conversion import Conversion, standing_in
 from dcr.data_plane.placement.ground import Ground
 from dcr.data_plane.placement.hooked_load import HookedLoad, Progress, Scratch
@@ -39,7 +40,7 @@ class LearnedModel:
         conversions: Sequence[Conversion] = (),
     ) -> None:
         self._model = model
-        self._load = load
+        self._load = contained(load)
         self._order = tuple(specs)
         self._specs = {s.name: s for s in specs}
         self._settings = {"torch": torch.__version__, **settings}

@@ -71,7 +71,7 @@ class DcrWorkerExtension:
                 )
             with torch.no_grad():
                 return number, self._dcr_host.call(request)
-        except Exception as e:  # noqa: BLE001  whatever it is, the engine is lost with it
+        except (Exception, SystemExit) as e:  # noqa: BLE001  whatever it is, the engine is lost with it
             _log.exception("call of the node agent")
             return number, encode(Answer((), NOTHING_KNOWN, broken=f"{type(e).__name__}: {e}"))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dcr.chaos.bits import Twins
 from dcr.chaos.model import check, make, train_step
 from dcr.protocol.errors import RefusedError
 
@@ -52,6 +53,15 @@ def test_a_model_that_would_end_the_harness_is_refused(monkeypatch, tmp_path, tr
     monkeypatch.syspath_prepend(OWN)
     with pytest.raises(RefusedError, match=said):
         check(trainer, engine)
+
+
+def test_a_loader_that_would_end_the_harness_late_is_a_problem_by_name(monkeypatch, tmp_path):
+    """As a twin is made, in the harness itself, after every refit."""
+    (tmp_path / "leaves.py").write_text(_LEAVES)
+    monkeypatch.syspath_prepend(tmp_path)
+    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(RefusedError, match=f"model Loads: its load_weights, given {tmp_path}, raises SystemExit: 0"):
+        Twins("leaves:Loads").bits(tmp_path)
 
 
 def test_a_step_that_would_end_the_harness_is_refused(monkeypatch, tmp_path):

@@ -297,6 +297,30 @@ def test_a_request_that_will_not_leave_lets_no_other_in_while_the_record_is_out_
     at.serves_old()
 
 
+@pytest.mark.parametrize("call", ["close_gate", "reset_caches", "open_gate", "call_ranks"])
+def test_an_engine_whose_code_would_end_the_agents_thread_is_out_of_service_by_name(
+    at: Led, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def leaves(*_: object) -> None:
+        raise SystemExit(3)
+
+    at.policy.step(1)
+    order = at.prepare(stage=True)
+    at.hear(Prepared)
+    root = at.emit(order)
+    at.hear(Staged)
+    monkeypatch.setattr(at.engine, call, leaves)
+    at.send(OpenApply("default", order.epoch))
+    if call in {"reset_caches", "open_gate"}:
+        at.hear(Acknowledged)
+        at.write(at.record.commit(at.content_digest, root, "op"))
+    wait(lambda: at.node.failures)
+    assert "SystemExit: 3" in at.node.failures["a"]
+    assert at.node.version is None
+    with pytest.raises(NodeError, match="SystemExit: 3"):
+        at.node.wait_serving(1, WAIT_S)
+
+
 def test_waiting_for_an_engine_that_is_not_there_is_refused_by_name(at: Led) -> None:
     with pytest.raises(RefusedError, match="this node has no engine 'b', only a"):
         at.node.wait_serving(0, WAIT_S, "b")
