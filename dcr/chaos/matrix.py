@@ -123,12 +123,11 @@ def _scenario(
     seed: int,
 ) -> Scenario:
     transport, control, gate, ranks, coordinators = where
-    elsewhere = f" {coordinators} coordinators" if coordinators else ""
     # The first refit and the last are without a fault: what is restored is a later version than the one that engines
     # start from, and what the faults leave behind must do no harm.
     faults = [f for refit, case in enumerate(cases, 2) for f in _in_refit(case, refit)]
     return Scenario(
-        name=f"{name} {transport} {control} {gate}{elsewhere}",
+        name=name,
         deployment=Deployment(
             trainer=Trainer(ranks=ranks, refits=len(cases) + 2),
             transport=transport,  # type: ignore[arg-type]

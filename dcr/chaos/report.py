@@ -6,7 +6,7 @@ import msgspec
 
 NAMED_MAX = 8
 """How many problems of a run are printed."""
-_NAME_CHARS_MIN, _NAME_CHARS_MAX = 34, 80
+_NAME_CHARS_MAX = 80
 """Of the name of a run, in the table."""
 
 
@@ -114,29 +114,36 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def name_chars(names: Iterable[str]) -> int:
-    """How wide the first column is, for runs of these names."""
-    return min(max(_NAME_CHARS_MIN, *map(len, names)), _NAME_CHARS_MAX)
+class Table:
+    """One line a run.  What is said of a run of the shipped matrix has room in 120 columns.
 
+    Args:
+        runs: name and deployment of each run that comes, for the widths of the first two columns.
+    """
 
-def header(chars: int) -> str:
-    """The first line of the table, whose first column is so wide."""
-    return (
-        f"{'scenario':{chars}} {'deployment':24} {'faults':>6} {'commits':>7} {'retries':>7} {'recovery':>8} "
-        f"{'answers':>9} {'bytes':>10} {'time':>6}"
-    )
+    def __init__(self, runs: Iterable[tuple[str, str]]) -> None:
+        names, deployments = zip(*runs, strict=True)
+        self._name = min(max(len("scenario"), *map(len, names)), _NAME_CHARS_MAX)
+        self._deployment = max(len("deployment"), *map(len, deployments))
 
+    @property
+    def header(self) -> str:
+        """The first line."""
+        return (
+            f"{'scenario':{self._name}} {'deployment':{self._deployment}} {'faults':>6} {'commits':>7} {'retries':>7} "
+            f"{'recovery':>8} {'answers':>9} {'bytes':>10} {'time':>6}"
+        )
 
-def row(r: RunReport, chars: int) -> str:
-    """One line of the table."""
-    first = f"{r.name[:chars]:{chars}} {r.deployment[:24]:24}"
-    if r.skipped:
-        return f"{first} SKIPPED: {r.skipped}"
-    struck = sum(f.fired_s is not None for f in r.faults)
-    return (
-        f"{first} {struck:6} {r.commits:7} {r.retries:7} {r.recovery_s:6.1f} s "
-        f"{r.requests:9,} {r.bytes_compared:10,} {r.seconds:4.0f} s  {r.verdict}"
-    )
+    def row(self, r: RunReport) -> str:
+        """The line of a run."""
+        first = f"{r.name[: self._name]:{self._name}} {r.deployment:{self._deployment}}"
+        if r.skipped:
+            return f"{first} SKIPPED: {r.skipped}"
+        struck = sum(f.fired_s is not None for f in r.faults)
+        return (
+            f"{first} {struck:6} {r.commits:7} {r.retries:7} {r.recovery_s:6.1f} s "
+            f"{r.requests:9,} {r.bytes_compared:10,} {r.seconds:4.0f} s  {r.verdict}"
+        )
 
 
 def details(r: RunReport, *, page: bool = False) -> Iterable[str]:

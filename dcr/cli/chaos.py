@@ -102,7 +102,7 @@ def add(commands: Any) -> None:
     matrix = kind("matrix", "run the scenarios that are shipped", _MATRIX)
     matrix.add_argument("--quick", action="store_true", help="a chosen few, about three minutes")
     matrix.add_argument("--list", action="store_true", help="list them, and run nothing")
-    matrix.add_argument("--only", metavar="TEXT", help="those whose name or faults have this text in them")
+    matrix.add_argument("--only", metavar="TEXT", help="those whose name, deployment or faults have this text in them")
     matrix.add_argument("--seed", type=_seed, default=0, metavar="N", help="of the combinations and the steps (0)")
     soak = kind("soak", "refits for long, under random kills", _SOAK)
     soak.add_argument("--seconds", type=seconds, default=300.0, metavar="N", help="how long faults go on (300)")
@@ -131,7 +131,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return _bugs(options)
     if options.kind == "soak":
         return _soak(options)
-    from dcr.chaos.matrix import full_matrix, quick_matrix  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.execute import describe  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.matrix import full_matrix, quick_matrix  # noqa: PLC0415
     from dcr.chaos.scenario_file import read_scenario  # noqa: PLC0415
 
     if options.kind == "run":
@@ -140,13 +141,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return _run(options, chosen)
     scenarios = quick_matrix(options.seed) if options.quick else full_matrix(options.seed)
     if options.only:
-        scenarios = [s for s in scenarios if options.only in s.name or any(options.only in str(f) for f in s.faults)]
+        scenarios = [
+            s
+            for s in scenarios
+            if any(options.only in said for said in (s.name, describe(s.deployment), *map(str, s.faults)))
+        ]
         if not scenarios:
             raise RefusedError(f"--only {options.only!r}: no shipped scenario has that in it; see --list")
     if not options.list:
         return _run(options, scenarios)
     for s in scenarios:
-        say(s.name)
+        say(f"{s.name}: {describe(s.deployment)}")
         for fault in s.faults:
             say(f"    {fault}")
     faults = sum(len(s.faults) for s in scenarios)
@@ -190,15 +195,15 @@ class _Screen:
 
 
 def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
-    from dcr.chaos.execute import execute_all  # noqa: PLC0415 - torch is slow to import
-    from dcr.chaos.report import RunReport, Totals, details, header, name_chars, row  # noqa: PLC0415
+    from dcr.chaos.execute import describe, execute_all  # noqa: PLC0415 - torch is slow to import
+    from dcr.chaos.report import RunReport, Table, Totals, details  # noqa: PLC0415
 
     began = time.monotonic()
-    screen, chars = _Screen(), name_chars(s.name for s in scenarios)
-    screen.row(header(chars))
+    screen, table = _Screen(), Table((s.name, describe(s.deployment)) for s in scenarios)
+    screen.row(table.header)
 
     def done(report: RunReport) -> None:
-        screen.row(row(report, chars))
+        screen.row(table.row(report))
         for line in details(report, page=options.kind == "run"):
             screen.row(line)
 
@@ -215,7 +220,7 @@ def _run(options: argparse.Namespace, scenarios: list[Any]) -> dict[str, Any]:
 
 def _soak(options: argparse.Namespace) -> dict[str, Any]:
     from dcr.chaos.execute import report_of, validated  # noqa: PLC0415 - torch is slow to import
-    from dcr.chaos.report import details, header, name_chars, row  # noqa: PLC0415
+    from dcr.chaos.report import Table, details  # noqa: PLC0415
     from dcr.chaos.run_folder import RunFolder  # noqa: PLC0415
     from dcr.chaos.soak import Soak  # noqa: PLC0415
 
@@ -234,9 +239,9 @@ def _soak(options: argparse.Namespace) -> dict[str, Any]:
         if not options.no_logs:
             screen.tell("event logs are held to the specification")
             report = validated(report, options.spec.absolute(), screen.tell)
-    chars = name_chars([report.name])
-    screen.row(header(chars))
-    screen.row(row(report, chars))
+    table = Table([(report.name, report.deployment)])
+    screen.row(table.header)
+    screen.row(table.row(report))
     for line in details(report):
         screen.row(line)
     screen.row(f"{soak.refits} refits" + ("" if report.ok else ", and not every check held"))

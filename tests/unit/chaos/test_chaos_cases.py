@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcr.chaos.cases import BUCKET_TOO, CASES, CONTROLS, COORDINATORS, GATES, TRANSPORTS
+from dcr.chaos.execute import describe
 from dcr.chaos.matrix import QUICK, full_matrix, quick_matrix
 from dcr.chaos.pairwise import cover
 from dcr.chaos.point import ACTIONS, WHERE_ROLES, WRITES, Who
+from dcr.chaos.report import RunReport, Table
 
 PEER_TIMEOUT_S = 3.0
 """Of the relay in scenarios: a peer that says nothing for longer is lost."""
@@ -108,3 +110,20 @@ def test_the_quick_ones_are_all_transports_gates_controls_and_roles():
 @pytest.mark.parametrize("scenarios", [quick_matrix(), full_matrix()])
 def test_names_are_folders_of_their_own(scenarios):
     assert len({s.name for s in scenarios}) == len(scenarios)
+
+
+@pytest.mark.parametrize("scenarios", [quick_matrix(), full_matrix()])
+def test_the_table_of_the_matrix_has_whole_names_deployments_and_verdicts_in_120_columns(scenarios):
+    table = Table((s.name, describe(s.deployment)) for s in scenarios)
+    for s in scenarios:
+        many = {"requests": 99_999_999, "bytes_compared": 999_999_999, "seconds": 9999.0, "recovery_s": 9999.9}
+        report = RunReport(name=s.name, ok=False, deployment=describe(s.deployment), folder="", **many)
+        line = table.row(report)
+        assert len(line) <= 120
+        assert line.endswith("  WRONG")
+        name, told = line[: table.header.index("deployment")], line[table.header.index("deployment") :]
+        assert name.strip() == s.name
+        d = s.deployment
+        assert told.split()[:4] == [d.transport, d.control, d.gate, f"{d.engines}e"]
+        assert (f" {d.trainer.ranks} ranks " in told) == (d.trainer.ranks > 1)
+        assert (f" {d.coordinators}c " in told) == (d.coordinators > 0)

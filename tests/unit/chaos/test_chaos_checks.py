@@ -14,7 +14,7 @@ from dcr.chaos.bits import Twins, combined, load, stored_bits
 from dcr.chaos.checks import Checks
 from dcr.chaos.journal import Journal, entries
 from dcr.chaos.model import make, train_step
-from dcr.chaos.report import FaultReport, RunReport, Totals, details, header, name_chars, row
+from dcr.chaos.report import FaultReport, RunReport, Table, Totals, details
 from dcr.chaos.timeline import write_timeline
 from dcr.protocol.errors import RefusedError
 from dcr.rollout.node import describe
@@ -198,7 +198,7 @@ def test_what_was_not_validated_is_said_in_the_row_and_on_the_page(tmp_path, ok,
         validated=validated,
         logs="a behaviour" if validated else "not validated: no Java",
     )
-    assert row(report, 34).endswith(f" s  {verdict}")
+    assert Table([("run", "file")]).row(report).endswith(f" s  {verdict}")
     assert any("no Java" in line for line in details(report)) != validated
     page = write_timeline(tmp_path, report).read_text()
     assert said in page
@@ -209,11 +209,11 @@ def test_what_was_not_validated_is_said_in_the_row_and_on_the_page(tmp_path, ok,
 def test_a_run_is_named_whole_in_the_table_and_so_is_its_page_if_nothing_is_wrong():
     name = "an engine dies in the middle of its writes, and comes back"
     report = RunReport(name=name, ok=True, deployment="file", folder="/run/it", validated=True)
-    chars = name_chars(["short", name])
-    assert row(report, chars).startswith(f"{name} file ")
-    assert header(chars).index("deployment") == len(name) + 1
-    assert name_chars(["short"]) == 34
-    assert name_chars([500 * "x"]) == 80
+    table = Table([("short", "file"), (name, "file")])
+    assert table.row(report).startswith(f"{name} file ")
+    assert table.header.index("deployment") == len(name) + 1
+    assert Table([("short", "file")]).header.startswith("scenario deployment faults")
+    assert Table([(500 * "x", "file")]).header.index("deployment") == 81
     assert list(details(report)) == []
     assert list(details(report, page=True)) == ["  see    /run/it/timeline.html"]
     assert str(Totals.of([report], 1.0)).startswith("1 run, 0 failed")
