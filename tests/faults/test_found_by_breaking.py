@@ -177,7 +177,7 @@ class Leaves(Doubled):
         return loaded
 
 
-@pytest.mark.parametrize("ends", [SystemExit, GeneratorExit])
+@pytest.mark.parametrize("ends", [SystemExit, pytest.param(GeneratorExit, marks=pytest.mark.long)])
 def test_a_loader_that_would_end_its_process_fails_the_attempt_by_name(tmp_path: Path, monkeypatch, ends) -> None:
     """The agent that called it lives, and takes the next push."""
     fleet = Fleet(tmp_path, {"attempts_max": 1})

@@ -186,9 +186,8 @@ def test_a_leader_that_takes_over_goes_on_waiting(fleet_with, capsys):
     fleet.check(e)
 
 
-@pytest.mark.parametrize(
-    ("order", "kind"), [("resume", "absolute"), pytest.param("dense", "dense", marks=pytest.mark.long)]
-)
+@pytest.mark.long  # what of it is not the same for an end that is ordered, test_kept_order has
+@pytest.mark.parametrize(("order", "kind"), [("resume", "absolute"), ("dense", "dense")])
 def test_an_order_outlives_the_leader_that_dies_before_it_has_opened_an_attempt(fleet_with, capsys, order, kind):
     """It was killed when it was about to write; the operator says it once, answered or not."""
     fleet = fleet_with(WAITS, point=Point("before", "OpenAttempt", 2))
