@@ -412,6 +412,8 @@ class Intervened(_Message, frozen=True):
     """Engines that do not serve, by name, the first ``standing.STANDINGS_MAX`` of them."""
     standings_left_out: int = 0
     """How many more there are."""
+    again: bool = False
+    """It is refused only for the moment: this leader, or its successor, may obey when it is asked again."""
 
 
 Order = (

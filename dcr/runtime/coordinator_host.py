@@ -175,7 +175,12 @@ class CoordinatorHost:
             self._leadership = Leadership(control, held, self._lease_lost)
             half_done.callback(self._leadership.close)
             self._record = LeaderRecord(
-                control, self._role, held, lambda effects: self._post(lambda: effects), self._stop
+                control,
+                self._role,
+                held,
+                lambda effects: self._post(lambda: effects),
+                self._stop,
+                before_attempt=self._kept.look,
             )
             if not self._succeeded:
                 register_meeting(control, record_id, leave_sign(delivery, record_id, leader))

@@ -6,10 +6,13 @@ from dcr.protocol.coordinator import Coordinator
 from dcr.protocol.coordinator_effects import Effect
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.intervention import check, intervene
+from dcr.protocol.leader import Phase
 from dcr.protocol.messages import Intervene, Intervened, cut
 from dcr.runtime.fleet_status import FleetStatus
-from dcr.runtime.kept_order import KeptOrder
+from dcr.runtime.kept_order import KeptOrder, NotNowError
 from dcr.runtime.standing import STANDINGS_MAX, standings
+
+_REFUSES_ALL = (Phase.STARTING, Phase.WRITING, Phase.FATAL)
 
 
 def intervened(
@@ -35,7 +38,7 @@ def intervened(
     waiting = tuple(name for name, seat in role.seats if seat.ready)
     failures = tuple(cut(f) for f in role.failures) if waiting else ()
     engines = standings(role, connected)
-    refused = f"{role.leader} leads record {role.record_id!r}, not {order.record_id!r}"
+    refused, again = f"{role.leader} leads record {role.record_id!r}, not {order.record_id!r}", False
     if order.record_id == role.record_id:
         try:
             if not kept.knows(order):  # it is asked again otherwise, for its answer was lost
@@ -44,7 +47,7 @@ def intervened(
                 effects = intervene(role, order.what)
             refused = ""
         except RefusedError as e:
-            refused = str(e)
+            refused, again = str(e), role.phase in _REFUSES_ALL or isinstance(e, NotNowError)
     answer = Intervened(
         role.record_id,
         role.leader,
@@ -56,5 +59,6 @@ def intervened(
         cut(refused),
         engines[:STANDINGS_MAX],
         len(engines[STANDINGS_MAX:]),
+        again,
     )
     return answer, effects

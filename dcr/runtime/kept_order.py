@@ -58,6 +58,10 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tr.stopped and self.attempts == tr.attempts
 
 
+class NotNowError(RefusedError):
+    """An order cannot be kept in this moment; this leader, or its successor, may be asked again."""
+
+
 class KeptOrder:
     """One leader's; everything is called from the thread of its role.
 
@@ -74,25 +78,35 @@ class KeptOrder:
         self._obeyed: Kept | None = None
         self._waited = False  # a look long for owners that may not have offered their candidate again yet
 
+    def look(self) -> None:
+        """Look once for what an earlier leader was given; due before this one opens its first attempt.
+
+        Raises:
+            ControlPlaneUnavailableError: it could not be asked.
+        """
+        if not self._looked:
+            self._kept = kept_order(self._control, self._record_id)
+            self._looked = True
+
     def knows(self, order: Intervene) -> bool:
         """Whether this very order is kept: it was given before, to this leader or an earlier one.
 
         Raises:
-            RefusedError: it cannot be told now.
+            NotNowError: it cannot be told.
         """
         if order.what is Intervention.SHOW or not order.order_id:
             return False
         try:
-            self._look()
+            self.look()
         except ControlPlaneUnavailableError as e:
-            raise RefusedError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
+            raise NotNowError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
         return self._kept is not None and self._kept.order_id == order.order_id
 
     def keep(self, role: Coordinator, order: Intervene) -> None:
         """Keep an order that can be obeyed, if it is one to keep; it replaces the one before.
 
         Raises:
-            RefusedError: it could not be kept, or this leader leads no more; nothing was done.
+            NotNowError: it could not be kept, or this leader leads no more; nothing was done.
         """
         tr = None if role.record is None else role.record.open
         if tr is None or not (order.what in _GIVEN_UP or (order.what in _GOES_ON and role.held)):
@@ -102,10 +116,10 @@ class KeptOrder:
             self._control.register(self._record_id, _KIND, _NAME, msgspec.msgpack.encode(kept))
             stored = self._control.read(self._record_id)
         except ControlPlaneUnavailableError as e:
-            raise RefusedError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
+            raise NotNowError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
         if stored is None or stored.revision != role.revision:
             self._forget(kept)
-            raise RefusedError(f"{role.leader} leads no more: ask again, its successor will answer")
+            raise NotNowError(f"{role.leader} leads no more: ask again, its successor will answer")
         self._kept = self._obeyed = kept
 
     def due(self, role: Coordinator) -> list[Effect]:
@@ -114,7 +128,7 @@ class KeptOrder:
         Raises:
             ControlPlaneUnavailableError: it could not be asked.
         """
-        self._look()
+        self.look()
         kept, tr = self._kept, _open(role)
         if kept is None or tr is None or not kept.about(tr):
             return []
@@ -145,11 +159,6 @@ class KeptOrder:
             how = "goes on" if what in _GOES_ON else "is given up"
             _log.info("record %r %s: an operator ordered %s of the last leader", self._record_id, how, kept.what)
         return effects
-
-    def _look(self) -> None:
-        if not self._looked:
-            self._kept = kept_order(self._control, self._record_id)
-            self._looked = True
 
     def _forget(self, kept: Kept) -> None:
         self._kept = None

@@ -45,6 +45,7 @@ class LeaderRecord:
         lease: every write is held to it; None where none are kept.
         again: takes effects that are to be carried out once more.
         closing: set when nothing is to be tried again.
+        before_attempt: called before a write that opens an attempt; the write waits while it cannot be done.
     """
 
     def __init__(
@@ -54,12 +55,15 @@ class LeaderRecord:
         lease: Lease | None,
         again: Callable[[Sequence[Effect]], None],
         closing: threading.Event,
+        *,
+        before_attempt: Callable[[], None],
     ) -> None:
         self._control = control
         self._role = role
         self._lease = lease
         self._again = again
         self._closing = closing
+        self._before_attempt = before_attempt
 
     def read(self) -> list[Effect]:
         """Carry out ``ReadRecord``; LeaderError if the record is none of this version of dcr."""
@@ -86,6 +90,8 @@ class LeaderRecord:
     def write(self, w: WriteRecord) -> list[Effect]:
         """Carry out ``WriteRecord``; LeaderError if the record is led by another, or the write is refused."""
         try:
+            if w.reason == "OpenAttempt":
+                self._before_attempt()
             stored = self._control.compare_and_set(
                 self._role.record_id,
                 w.expected_revision,

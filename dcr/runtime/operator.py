@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from dcr.control_plane.interface import ControlPlane
 from dcr.protocol.errors import DcrError
-from dcr.protocol.leader import Phase
 from dcr.protocol.messages import (
     Intervene,
     Intervened,
@@ -37,8 +36,6 @@ _ANSWERS_MAX = 100_000
 
 
 _AGAIN_S = 0.2
-_BETWEEN_LEADERS = (Phase.STARTING, Phase.WRITING, Phase.FATAL)
-"""Phases of a leader that refuses every order, for a moment."""
 
 
 class OperatorError(DcrError):
@@ -97,7 +94,7 @@ def intervene(
 ) -> Intervened:
     """Give the leader an order about the open transition (DESIGN D14, D17); arguments and errors as ``verify``.
 
-    A leader that is lost before it answers, or cannot answer in this moment, is asked again, or its successor, for as
+    A leader that is lost before it answers, or refuses for the moment, is asked again, or its successor, for as
     long as ``answer_s`` lasts.  Whatever the first one came to, the order is obeyed once (``kept_order``).
 
     Returns:
@@ -126,7 +123,7 @@ def intervene(
         else:
             if not isinstance(answer, Intervened):
                 raise leader.nonsense(answer)
-            if not answer.refused or answer.phase not in _BETWEEN_LEADERS or time.monotonic() >= until:
+            if not answer.again or time.monotonic() >= until:
                 return answer
         time.sleep(_AGAIN_S)
 

@@ -73,6 +73,7 @@ ORDERS = (
         "not stopped",
         (m.Standing("e1", "gated", "holds version 6, torn by v7-c1-3"),),
         3,
+        again=True,
     ),
 )
 

@@ -1,16 +1,21 @@
 """What becomes of an operator's order whose leader ends before its write of K."""
 
+import threading
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from dcr.control_plane.address import open_control_plane
+from dcr.control_plane.interface import ControlPlaneUnavailableError
+from dcr.protocol.coordinator_effects import WriteRecord
 from dcr.protocol.identity import Kind
 from dcr.protocol.messages import Intervene, Intervention, Outcome
 from dcr.protocol.record import Direction, decode_record, encode_record
 from dcr.runtime.fleet_status import fleet_status
 from dcr.runtime.intervention import intervened
 from dcr.runtime.kept_order import KeptOrder, kept_order
+from dcr.runtime.leader_record import LeaderRecord
 from tests.unit.protocol.leader import TORN, Leader
 
 WAITS = {"attempts_max": 1, "stop_waits": True}
@@ -43,6 +48,7 @@ class Led(Leader):
         """The answer's refusal; a leader that dies has answered, and does nothing more."""
         order = Intervene("policy", Intervention(what), order_id)
         answer, effects = intervened(self.c, order, fleet_status(self.c), self.kept)
+        self.again = answer.again
         if not dies:
             self.do(effects)
         return answer.refused
@@ -143,6 +149,25 @@ def test_a_push_that_was_not_told_of_its_end_is_not_begun_anew(control):
     assert at.record.open.direction is Direction.FORWARD
 
 
+def test_no_attempt_is_opened_before_orders_were_looked_for(control):
+    """The control plane comes and goes: a leader that could not ask might commit what was given up."""
+    away, later = [True], []
+
+    def look():
+        if away:
+            raise ControlPlaneUnavailableError("away")
+
+    at = under_way(control)
+    record = LeaderRecord(control, at.c, None, later.extend, threading.Event(), before_attempt=look)
+    k = msgspec.structs.replace(at.record, epoch=at.epoch + 1)
+    write = WriteRecord(k, at.revision, "op", "OpenAttempt")
+    assert record.write(write) == []
+    assert (later, control.read("policy").revision) == ([write], at.revision)
+    away.clear()
+    record.write(write)
+    assert control.read("policy").revision == at.revision + 1
+
+
 def test_an_end_waits_a_look_for_owners_that_are_on_their_way(control):
     assert stopped(control).order("abandon", dies=True) == ""
     at = Led(control, "c2", **WAITS)
@@ -159,6 +184,7 @@ def test_a_leader_that_was_succeeded_takes_no_order(control, what):
     old = stopped(control)
     Led(control, "c2", **WAITS).owner_joins()
     assert old.order(what) == "c1 leads no more: ask again, its successor will answer"
+    assert old.again
     assert kept_order(control, "policy") is None
     assert old.reasons[-1] == "Stop"
 
@@ -183,6 +209,7 @@ def test_the_last_word_counts_and_one_that_is_refused_is_none(control):
     at = Led(control, "c2", **WAITS)
     at.owner_joins()
     assert at.order("resume", "y").startswith("no push waits with the weights of version 1")
+    assert not at.again
     assert kept_order(control, "policy").order_id == "x"
     assert at.order("roll-back", "z", dies=True) == ""
     assert kept_order(control, "policy").what is Intervention.ROLL_BACK
@@ -193,4 +220,5 @@ def test_nothing_is_ordered_while_the_control_plane_is_away(control):
     control.close()
     assert at.order("abandon").startswith("the control plane is away, so that nothing can be ordered; ask again: ")
     assert (at.reasons[-1], at.record.open.stopped) == ("Stop", True)
+    assert at.again
     assert at.order("show", "x") == ""

@@ -16,7 +16,7 @@ from dcr.runtime.secret import record_secret
 
 SECRET = b"s" * 32
 ANSWER = Intervened("default", "one", None, "idle", "", (), (), "")
-BUSY = msgspec.structs.replace(ANSWER, phase="writing", refused="one is writing the record; ask again")
+BUSY = msgspec.structs.replace(ANSWER, phase="writing", refused="one is writing the record", again=True)
 NONSENSE = msgspec.structs.replace(ANSWER, refused="no transition is open: version 0 is committed")
 
 
