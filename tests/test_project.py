@@ -29,7 +29,7 @@ def test_the_integration_run_is_make_test():
 
 
 def make(*arguments):
-    return subprocess.run(["make", *arguments], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(["make", *arguments], cwd=ROOT, check=True, capture_output=True, text=True, timeout=99).stdout
 
 
 def test_make_help_lists_every_target():

@@ -344,7 +344,7 @@ def test_what_is_no_frame_ends_the_connection_and_nothing_else(three, hostile):
 
 
 def test_a_sender_that_stops_in_the_middle_gives_its_room_back(fleet):
-    node = fleet.node("a", QUICK + "&relay_bytes_max=1000&room_timeout_s=40")
+    node = fleet.node("a", "heartbeat_s=0.5&peer_timeout_s=3&relay_bytes_max=1000&room_timeout_s=40")
     raw = Raw(fleet)
     raw.offer(f"{EPOCH}/x", 800, bytes(16), [])
     assert raw.answer() == (2, None)
