@@ -1,6 +1,7 @@
 """Settings of every test."""
 
 import contextlib
+import gc
 import itertools
 import os
 
@@ -15,6 +16,12 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # No deadline: how long an example takes, or is drawn, says nothing on a busy machine.
 settings.register_profile("dcr", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("dcr")
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not go through millions of objects in the middle of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
