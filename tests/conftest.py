@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Threads of torch that wait for one another must not take the cores from two test processes and all that they start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # No deadline: how long an example takes, or is drawn, says nothing on a busy machine.
 settings.register_profile("dcr", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
