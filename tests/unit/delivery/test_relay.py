@@ -74,7 +74,7 @@ def test_every_node_holds_every_object_bit_for_bit(three, sizes, fan_out, connec
 
 def test_objects_of_different_roots_do_not_wait_for_each_other_in_a_circle(fleet):
     """One connection from each node to each other one, and every node passes on to the next at the same time."""
-    fields = f"{QUICK}&connections=1&fan_out=1&object_timeout_s=8"
+    fields = f"{PATIENT}&connections=1&fan_out=1&object_timeout_s=40"
     for name in ("a", "b", "c", "d"):
         fleet.node(name, fields)
     owners = [fleet.owner(fields) for _ in range(3)]

@@ -73,18 +73,18 @@ def test_one_piece_that_is_late_lets_no_more_than_the_bound_overtake_it(late, ah
     def work(piece):
         begun.append(piece)
         if piece == late:
-            assert release.wait(30)
+            assert release.wait(120)
 
     with pipeline([Stage("a", work, threads)], ahead=ahead) as p:
         putting = threading.Thread(target=lambda: [p.put(piece) for piece in range(20)])
         putting.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(begun) < late + ahead and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(0.02)  # whatever else would begin, begins
         assert sorted(begun) == list(range(late + ahead))
         release.set()
-        putting.join(30)
+        putting.join(60)
         assert len(p.join()) == 20
     assert left() == []
 
