@@ -1,20 +1,29 @@
 """Settings of every test."""
 
 import contextlib
+import gc
 import itertools
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Nothing is fetched, vLLM takes 1 GiB for its cache and compiles nothing: set before any test imports it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Threads of torch that wait for one another must not take the cores from two test processes and all that they start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# No deadline: how long an example takes says nothing on a busy machine.
-settings.register_profile("dcr", deadline=None, print_blob=True)
+# No deadline: how long an example takes, or is drawn, says nothing on a busy machine.
+settings.register_profile("dcr", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("dcr")
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not go through millions of objects in the middle of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -160,14 +160,13 @@ class Progress:
                 _log.warning("engine %s: epoch %d failed here: %s", name, effect.epoch, effect.reason)
             case role.LetIn():
                 self._order = self._fetch = None
-                now = time.time()
+                closed, self._since = self._since, time.time()
                 _log.info(
                     "engine %s serves version %d; its gate was closed for %.0f ms",
                     name,
                     effect.version,
-                    1e3 * (now - self._since),
+                    1e3 * (self._since - closed),
                 )
-                self._since = now
             case role.ReportServing():
                 self.failure = ""
 
@@ -177,8 +176,8 @@ class Progress:
 
     def gives_up(self, reason: str) -> None:
         """The engine is out of service."""
+        self.went_wrong(reason)  # first: who sees that it failed sees this
         self.failure, self._since = reason, time.time()
-        self.went_wrong(reason)
         _log.error("engine %s is out of service: %s", self._node.engine, reason)
 
     # ------------------------------------------------------------ what is asked

@@ -29,9 +29,14 @@ def proxied():
 
 
 def connect(proxy):
-    s = socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
-    s.settimeout(0.5)
-    return s
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=60)
+
+
+def hears_nothing(s):
+    s.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        s.recv(10)
+    s.settimeout(60)
 
 
 def test_nothing_passes_while_it_is_cut_and_all_does_before_and_after(proxied):
@@ -40,17 +45,13 @@ def test_nothing_passes_while_it_is_cut_and_all_does_before_and_after(proxied):
         assert s.recv(10) == b"one\n"
         proxied.cut()
         s.sendall(b"two\n")
-        with pytest.raises(TimeoutError):
-            s.recv(10)
+        hears_nothing(s)
         with connect(proxied) as other:
             other.sendall(b"three\n")
-            with pytest.raises(TimeoutError):
-                other.recv(10)
+            hears_nothing(other)
         proxied.heal()
-        s.settimeout(5)
         assert s.recv(10) in (b"", b"two\n")  # what hung is broken off
     with connect(proxied) as s:
-        s.settimeout(5)
         s.sendall(b"four\n")
         assert s.recv(10) == b"four\n"
 
@@ -63,12 +64,11 @@ def test_it_counts_what_a_cut_held_back_and_nothing_else(proxied):
         proxied.heal()
         assert proxied.held == 0
     with connect(proxied) as s:
-        s.settimeout(5)
         s.sendall(b"two\n")
         assert s.recv(10) == b"two\n"
         proxied.cut()
         s.sendall(b"three\n")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not proxied.held and time.monotonic() < deadline:
             time.sleep(0.01)
         proxied.heal()
@@ -78,7 +78,6 @@ def test_it_counts_what_a_cut_held_back_and_nothing_else(proxied):
 def test_nobody_there_is_a_connection_that_ends():
     proxy = Proxy(lambda: None)
     with connect(proxy) as s:
-        s.settimeout(5)
         assert s.recv(1) == b""
     proxy.close()
     with pytest.raises(ConnectionRefusedError):

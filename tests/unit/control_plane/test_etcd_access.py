@@ -193,7 +193,7 @@ def test_a_member_that_is_away_is_passed_over(running_etcd):
 def test_keys_and_values_are_those_of_the_page(running_etcd):
     """docs/control-plane.md, read through the gateway and decoded by hand."""
     plane = open_control_plane(f"{running_etcd.address}/lay/out")
-    lease = plane.acquire("a/b", "one", 7)
+    lease = plane.acquire("a/b", "one", 600)
     said = {"operation_id": "op 1", "actor": "t", "reason": "r", "version": 3, "digest": "0f"}
     plane.compare_and_set("a/b", None, b"K", lease=lease, **said)
     plane.register("a/b", "node", "x/y", b"here")
@@ -209,7 +209,7 @@ def test_keys_and_values_are_those_of_the_page(running_etcd):
     decoded = {key.removeprefix(base): msgspec.msgpack.decode(value) for key, value in values.items()}
     assert decoded.pop("/history/00000000000000000001").pop("time_s") > 1e9
     assert decoded == {
-        "/leader": {"holder": "one", "lease_s": 7.0},
+        "/leader": {"holder": "one", "lease_s": 600.0},
         "/record": {"layout": 1, "revision": 1, "operation_id": "op 1", "body": b"K"},
     }
     newer = msgspec.msgpack.encode({"layout": 2, "revision": 1, "operation_id": "op 1", "body": b"K"})

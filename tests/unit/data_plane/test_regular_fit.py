@@ -57,8 +57,11 @@ def pairs(tensors):
 def test_a_regular_layout_is_one_box_and_costs_no_sort(convert):
     form = Form((8, 256, 384), torch.bfloat16)
     learn_conversions(convert, {"w": Form((2, 16, 32), torch.bfloat16)})  # compiled
-    began = time.process_time()
-    learned = learn_conversions(convert, {"w": form})["w"]
-    took = time.process_time() - began
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        learned = learn_conversions(convert, {"w": form})["w"]
+        took.append(time.process_time() - began)
     assert len(learned.index_map.boxes) == 1
-    assert took / form.numel < 600e-9  # 40 to 90 ns on a quiet machine; two microseconds when every element was sorted
+    # 40 to 90 ns on a quiet machine; two microseconds when every element was sorted.
+    assert min(took) / form.numel < 600e-9

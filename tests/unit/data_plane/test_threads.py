@@ -19,8 +19,8 @@ def test_a_forked_process_has_threads_of_its_own():
     threads.map(lambda _: threading.get_ident(), range(64))
     child = os.fork()
     if not child:
-        signal.alarm(20)  # ends a child that waits
-        both = threading.Barrier(2, timeout=15)
+        signal.alarm(120)  # ends a child that waits
+        both = threading.Barrier(2, timeout=100)
         found = threads.map(lambda _: (both.wait(), threading.get_ident())[1], range(2))
         os._exit(int(len(set(found)) != 2))
     assert os.waitpid(child, 0)[1] == 0

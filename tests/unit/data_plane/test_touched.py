@@ -80,6 +80,6 @@ def test_items_by_the_ten_thousand_take_no_time_or_memory_each():
     touched, started = TouchedElements(), time.process_time()
     for start in range(0, 4 * count, 4):
         assert touched.add([item("a", numel, [start])]) == ""
-    assert time.process_time() - started < 6  # compared with one another they take minutes
+    assert time.process_time() - started < 20  # compared with one another they take minutes
     assert touched.add([item("a", numel, [4 * count - 4])]) == "a"
     assert touched.nbytes <= numel // 8

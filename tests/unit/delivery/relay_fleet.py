@@ -11,6 +11,8 @@ from dcr.delivery.relay.address import open_relay
 SPAWN = multiprocessing.get_context("spawn")
 WAIT_S = 60.0
 QUICK = "heartbeat_s=0.5&peer_timeout_s=5&connect_timeout_s=5&idle_timeout_s=10"
+PATIENT = "heartbeat_s=0.5&peer_timeout_s=60&connect_timeout_s=60&idle_timeout_s=10"
+"""Where nobody is to be lost: a machine may stand still for seconds."""
 
 
 class Directory:
@@ -84,14 +86,14 @@ class RelayFleet:
         if not (self.folder / name).exists():
             issue(self.folder / "authority", self.folder / name, name)
 
-    def node(self, name, fields=QUICK):
+    def node(self, name, fields=PATIENT):
         self.issue(name)
         node = NodeProcess(f"relay://{self.folder}/{name}?{fields}")
         self.directory.entries.update(node.entries)
         self.nodes[name] = node
         return node
 
-    def owner(self, fields=QUICK):
+    def owner(self, fields=PATIENT):
         owner = open_relay(f"relay://{self.folder}/owner?{fields}", self.directory, receives=False)
         self._open.append(owner)
         return owner

@@ -1,6 +1,7 @@
 """What every delivery does, whatever it is made of."""
 
 import threading
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -260,11 +261,13 @@ def test_who_reads_while_it_is_swept_gets_whole_objects_or_none_and_new_epochs_s
     for epoch in epochs:
         for n, body in data.items():
             writer.put(key(epoch, n), body)
-    swept, failed, found = [0], [], []
+    swept, over, failed, found = [0], threading.Event(), [], []
 
     def read():
         try:
-            while swept[0] < epochs[-1]:
+            last = False
+            while not last:
+                last = over.is_set()  # once more after the end, so that something is missed in any case
                 for epoch in epochs:
                     least = swept[0]
                     for n, body in data.items():
@@ -277,11 +280,14 @@ def test_who_reads_while_it_is_swept_gets_whole_objects_or_none_and_new_epochs_s
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
+    while not found and not failed:
+        time.sleep(0.001)
     for epoch_min in epochs:
         swept[0] = epoch_min
         sweep(sweeper, "run", epoch_min)
+    over.set()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert failed == []
     assert set(found) == {True, False}
     assert writer.keys("run/") == [key(epochs[-1], n) for n in data]

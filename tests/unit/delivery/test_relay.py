@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from relay_fleet import QUICK, RelayFleet
+from relay_fleet import PATIENT, QUICK, WAIT_S, RelayFleet
 
 from dcr.credentials.authority import issue
 from dcr.credentials.folder import Credentials
@@ -57,7 +57,7 @@ serial = iter(range(10**9))
 )
 def test_every_node_holds_every_object_bit_for_bit(three, sizes, fan_out, connections, at_once):
     prefix = f"{EPOCH}/{next(serial)}"
-    owner = three.owner(f"{QUICK}&fan_out={fan_out}&connections={connections}")
+    owner = three.owner(f"{PATIENT}&fan_out={fan_out}&connections={connections}")
     objects = {f"{prefix}/{i}": data_of(i, size) for i, size in enumerate(sizes)}
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(lambda item: owner.put(*item), objects.items()))
@@ -74,7 +74,7 @@ def test_every_node_holds_every_object_bit_for_bit(three, sizes, fan_out, connec
 
 def test_objects_of_different_roots_do_not_wait_for_each_other_in_a_circle(fleet):
     """One connection from each node to each other one, and every node passes on to the next at the same time."""
-    fields = f"{QUICK}&connections=1&fan_out=1&object_timeout_s=8"
+    fields = f"{PATIENT}&connections=1&fan_out=1&object_timeout_s=40"
     for name in ("a", "b", "c", "d"):
         fleet.node(name, fields)
     owners = [fleet.owner(fields) for _ in range(3)]
@@ -119,10 +119,10 @@ def test_bounds_and_roles(three, fleet):
 
 
 def test_a_node_without_room_says_so_and_old_epochs_and_taken_objects_make_room(fleet):
-    node = fleet.node("a", QUICK + "&relay_bytes_max=1000&room_timeout_s=0.5")
+    node = fleet.node("a", PATIENT + "&relay_bytes_max=1000&room_timeout_s=2")
     owner = fleet.owner()
     owner.put(f"{EPOCH}/0", bytes(600))
-    with pytest.raises(RelayError, match=r"no room for 600 bytes in room_timeout_s = 0\.5 s"):
+    with pytest.raises(RelayError, match=r"no room for 600 bytes in room_timeout_s = 2\.0 s"):
         owner.put(f"{EPOCH}/1", bytes(600))
     assert node.ask("get", f"{EPOCH}/0", 1000) == bytes(600)
     owner.put(f"{EPOCH}/2", bytes(600))  # the one that was taken goes
@@ -134,7 +134,7 @@ def test_a_node_without_room_says_so_and_old_epochs_and_taken_objects_make_room(
     waiting.start()
     time.sleep(0.2)
     node.ask("get", "r/00000000000000000002/0", 1000)
-    waiting.join(10)
+    waiting.join(WAIT_S)
     assert node.ask("keys", "r/") == ["r/00000000000000000002/2"]
 
 
@@ -142,7 +142,7 @@ def test_a_node_without_room_says_so_and_old_epochs_and_taken_objects_make_room(
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_node_is_named_in_time_and_the_next_attempt_goes_around_it(fleet, victim, how):
     for name in ("a", "b", "c", "d"):
-        fleet.node(name)
+        fleet.node(name, QUICK)
     owner = fleet.owner(f"{QUICK}&fan_out=2")
     owner.put(f"{EPOCH}/before", bytes(1000))
     # The next root is the second after the first's: turns go around in order of names.
@@ -160,7 +160,7 @@ def test_a_lost_node_is_named_in_time_and_the_next_attempt_goes_around_it(fleet,
         for name in others:
             assert fleet.nodes[name].ask("get", f"r/00000000000000000002/{i}", 1 << 20) == data_of(i, 50_000)
     if how == signal.SIGKILL:
-        again = fleet.node(lost)
+        again = fleet.node(lost, QUICK)
     else:
         fleet.nodes[lost].signal(signal.SIGCONT)
         again = fleet.nodes[lost]
@@ -175,8 +175,8 @@ def test_a_lost_node_is_named_in_time_and_the_next_attempt_goes_around_it(fleet,
 
 def test_killed_in_the_middle_of_an_object(fleet):
     for name in ("a", "b"):
-        fleet.node(name)
-    owner = fleet.owner()
+        fleet.node(name, QUICK)
+    owner = fleet.owner(QUICK)
     stop = threading.Event()
 
     def kill():
@@ -207,7 +207,7 @@ def test_whoever_has_no_certificate_of_the_authority_is_refused(fleet, tmp_path)
     node = fleet.node("a")
     host, port = "127.0.0.1", next(iter(_nodes(fleet)))[2]
     for noise in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(3000), b""):
-        with socket.create_connection((host, port), 5) as s:
+        with socket.create_connection((host, port), WAIT_S) as s:
             s.sendall(noise)
     (tmp_path / "elsewhere").mkdir()
     other = RelayFleet(tmp_path / "elsewhere")
@@ -219,7 +219,7 @@ def test_whoever_has_no_certificate_of_the_authority_is_refused(fleet, tmp_path)
     careless = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     careless.check_hostname, careless.verify_mode = False, ssl.CERT_NONE
     with pytest.raises(OSError, match=r"certificate required|closed|reset|EOF"):  # noqa: PT012, SIM117
-        with careless.wrap_socket(socket.create_connection((host, port), 5)) as s:
+        with careless.wrap_socket(socket.create_connection((host, port), WAIT_S)) as s:
             s.sendall(b"dcrR\x01")
             while s.recv(100):
                 pass
@@ -227,7 +227,7 @@ def test_whoever_has_no_certificate_of_the_authority_is_refused(fleet, tmp_path)
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode, old.maximum_version = False, ssl.CERT_NONE, ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError, match=r"version|alert"):
-        old.wrap_socket(socket.create_connection((host, port), 5))
+        old.wrap_socket(socket.create_connection((host, port), WAIT_S))
     fleet.owner().put(f"{EPOCH}/y", b"y")
     assert node.ask("keys", "r/") == [f"{EPOCH}/y"]
     other.close()
@@ -253,7 +253,7 @@ class Raw:
         fleet.issue("raw")
         context = Credentials(fleet.folder / "raw").client
         (name, host, port), *_ = _nodes(fleet)
-        self.sock = context.wrap_socket(socket.create_connection((host, port), 10), server_hostname=name)
+        self.sock = context.wrap_socket(socket.create_connection((host, port), WAIT_S), server_hostname=name)
         self.sock.sendall(b"dcrR\x01")
         assert self.exactly(5) == b"dcrR\x01"
 
@@ -344,7 +344,7 @@ def test_what_is_no_frame_ends_the_connection_and_nothing_else(three, hostile):
 
 
 def test_a_sender_that_stops_in_the_middle_gives_its_room_back(fleet):
-    node = fleet.node("a", QUICK + "&relay_bytes_max=1000&room_timeout_s=40")
+    node = fleet.node("a", "heartbeat_s=0.5&peer_timeout_s=3&relay_bytes_max=1000&room_timeout_s=40")
     raw = Raw(fleet)
     raw.offer(f"{EPOCH}/x", 800, bytes(16), [])
     assert raw.answer() == (2, None)

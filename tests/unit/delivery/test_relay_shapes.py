@@ -11,7 +11,7 @@ from dcr.delivery.relay.address import open_relay
 
 EPOCH = "r/00000000000000000001"
 BOUND = 100_000
-QUICK = f"heartbeat_s=0.5&peer_timeout_s=5&connect_timeout_s=5&object_bytes_max={BOUND}"
+FIELDS = f"heartbeat_s=0.5&peer_timeout_s=60&connect_timeout_s=60&object_bytes_max={BOUND}"
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def relay_of(tmp_path):
 
     def make(name, fields="", *, receives=True, days=1):
         issue(tmp_path / "authority", tmp_path / name, name, days)
-        opened.append(open_relay(f"relay://{tmp_path}/{name}?{QUICK}{fields}", directory, receives=receives))
+        opened.append(open_relay(f"relay://{tmp_path}/{name}?{FIELDS}{fields}", directory, receives=receives))
         return opened[-1]
 
     yield make
@@ -55,13 +55,19 @@ def test_every_shape_brings_every_size_and_the_boundary_is_crossed_once(relay_of
 
 @pytest.mark.parametrize("whose", ["node", pytest.param("owner", marks=pytest.mark.long)])
 def test_a_certificate_that_ends_meanwhile_is_named(relay_of, whose):
-    lasts_s = 3
-    began = time.monotonic()
-    days = {"node": 1, "owner": 1, whose: lasts_s / 86400}
-    node = relay_of("node", days=days["node"])
-    owner = relay_of("owner", "&idle_timeout_s=0.2&connections=1", receives=False, days=days["owner"])
-    owner.put(f"{EPOCH}/before", b"x")
+    for lasts_s in (3, 10, 30):
+        began = time.monotonic()
+        days = {"node": 1, "owner": 1, whose: lasts_s / 86400}
+        node = relay_of(f"node{lasts_s}", days=days["node"])
+        owner = relay_of(f"o{lasts_s}", "&idle_timeout_s=0.2&connections=1", receives=False, days=days["owner"])
+        try:
+            owner.put(f"{EPOCH}/before", b"x")
+        except DeliveryError:
+            assert time.monotonic() - began > lasts_s - 1  # whole seconds are what it lasts; else it was not too slow
+            node.close()
+        else:
+            break
     time.sleep(max(0.0, began + lasts_s + 1.5 - time.monotonic()))  # connections that were made go on, new ones do not
-    with pytest.raises(DeliveryError, match=r"node: node at 127\.0\.0\.1:\d+: .*certificate.*expired"):
+    with pytest.raises(DeliveryError, match=r"node\d+: node\d+ at 127\.0\.0\.1:\d+: .*certificate.*expired"):
         owner.put(f"{EPOCH}/after", b"x")
     assert node.keys("r/") == [f"{EPOCH}/before"]

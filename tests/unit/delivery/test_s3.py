@@ -156,7 +156,7 @@ def test_bounds_hold_and_the_error_says_what_was_tried(s3_of, network):
     began = time.monotonic()
     with pytest.raises(DeliveryError, match="reading a/b: server error, after"):
         hurried.get("a/b", 5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # of 45
 
 
 def test_a_store_that_is_silent_is_not_waited_for_without_a_bound(s3_of, network):
@@ -190,7 +190,7 @@ def test_close_ends_waiting(s3_of, network):
         time.sleep(0.01)
     delivery.close()
     delivery.close()
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     assert "it is closed" in errors[0]
 
@@ -328,7 +328,8 @@ def test_a_node_needs_no_right_to_write(s3_of, monkeypatch):
 
 
 def test_a_server_killed_in_the_middle_of_everything_loses_and_mixes_up_nothing(s3_of, bucket, running_store, network):
-    delivery, expected, failed, stop = s3_of(PARTS, running_store.endpoint), {}, [], threading.Event()
+    delivery = s3_of(PARTS + "&tries_max=1000&retry_timeout_s=250", running_store.endpoint)
+    expected, failed, stop = {}, [], threading.Event()
     lock = threading.Lock()
 
     def work(thread):

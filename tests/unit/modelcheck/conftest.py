@@ -25,7 +25,7 @@ def path_with_java(tmp_path_factory, monkeypatch):
 
 @cache
 def _run(module, config, options):
-    return tlc.run(SPECS / module, SPECS / config, heap="512m", timeout_s=120, **dict(options))
+    return tlc.run(SPECS / module, SPECS / config, heap="512m", timeout_s=280, **dict(options))
 
 
 @pytest.fixture

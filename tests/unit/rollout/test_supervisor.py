@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 20.0  # a bound; nothing takes a second on a quiet machine
+WAIT_S = 60.0  # a bound; nothing takes a second on a quiet machine
 
 # What is run: a server that starts helpers below it, says who they are, and waits.
 PRELUDE = """
@@ -27,7 +27,7 @@ def say(what):
 
 def wait():
     say(os.getpid())
-    time.sleep(100)
+    time.sleep(300)
 
 def grandchild():
     deaf()
@@ -104,7 +104,7 @@ def end(*_):
     time.sleep(0.5)
     sys.exit(7)
 signal.signal(signal.SIGTERM, end)
-leash.allow(60)
+leash.allow(300)
 wait()
 """
     process, _ = run(graceful)
@@ -118,15 +118,13 @@ def test_a_deaf_server_is_killed_at_its_bound(run):
     process, _ = run(HELPER + "deaf()\nleash.allow(0.7)\nwait()", processes=3)
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert process.poll() is None
     assert process.wait(WAIT_S) == 128 + signal.SIGTERM
     assert time.monotonic() - started > 0.7
     assert session(process) == []
 
 
 def test_a_second_signal_kills_at_once(run):
-    process, _ = run(HELPER + "deaf()\nleash.allow(60)\nwait()", processes=3)
+    process, _ = run(HELPER + "deaf()\nleash.allow(300)\nwait()", processes=3)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert process.poll() is None
@@ -146,7 +144,7 @@ def test_a_server_that_ends_leaves_nothing_and_its_status_is_the_commands(run, h
 
 @pytest.mark.parametrize("victim", ["supervisor", "server"])
 def test_nothing_outlives_a_killed_supervisor_or_server(run, victim):
-    process, _ = run(HELPER + "say(os.getpid())\ndeaf()\ntime.sleep(100)", bound=True, processes=3)
+    process, _ = run(HELPER + "say(os.getpid())\ndeaf()\ntime.sleep(300)", bound=True, processes=3)
     family = session(process)
     assert len(family) == 4
     (server,) = [pid for pid in family if parent(pid) == process.pid]
@@ -166,12 +164,12 @@ def orphan():
         time.sleep(0.01)
     end_with_parent()
     say("went on")
-    time.sleep(100)
+    time.sleep(300)
 
 server = os.getpid()
 multiprocessing.get_context("fork").Process(target=orphan).start()
 say(server)
-time.sleep(100)
+time.sleep(300)
 """
     process, (server,) = run(late)
     os.kill(process.pid, signal.SIGSTOP)  # it would end the orphan as well

@@ -10,6 +10,12 @@ from tls_peer import Certificates
 from dcr.runtime.channel import ChannelSettings, Hub, Peer, Spoke
 
 A = Peer("node", "a", 1)
+PATIENT = {"heartbeat_s": 5.0, "peer_timeout_s": WAIT_S, "handshake_timeout_s": WAIT_S}
+"""Where a test says nothing else: a machine that stands still for seconds loses no connection."""
+
+
+def _bounds(settings):
+    return ChannelSettings(**{**PATIENT, **settings})
 
 
 @pytest.fixture
@@ -21,7 +27,7 @@ def start():
             self.open = []
 
         def hub(self, events, secret=SECRET, on_event=None, credentials=None, **settings):
-            hub = Hub(secret, on_event or events.put, credentials=credentials, settings=ChannelSettings(**settings))
+            hub = Hub(secret, on_event or events.put, credentials=credentials, settings=_bounds(settings))
             self.open.append(hub)
             return hub
 
@@ -44,7 +50,7 @@ def start():
                 on_message,
                 resolve=resolve,
                 credentials=credentials,
-                settings=ChannelSettings(**settings),
+                settings=_bounds(settings),
                 on_connect=on_connect,
                 on_disconnect=on_disconnect,
             )
@@ -69,6 +75,7 @@ def nothing_left():
         return now_threads - threads or now_files > files
 
     gc.collect()  # what earlier tests left to the collector must not go meanwhile, and hide as much that stays
+    gc.freeze()  # what is there now, modules above all, need not be looked through again for the next test
     threads, files = left()
     yield
     deadline = time.monotonic() + WAIT_S

@@ -101,7 +101,7 @@ def test_a_spoke_with_another_secret_is_refused(nothing_left, start, caplog):
     spoke = start.spoke(A, hub, secret=OTHER)
     eventually(lambda: "authenticating" in spoke._trouble)
     with pytest.raises(ChannelTimeoutError, match=r"node a \(incarnation 1\).*the hub does not hold the secret"):
-        spoke.wait_connected(0.5)
+        spoke.wait_connected(0.1)
     eventually(lambda: "127.0.0.1: 'node a' left at the proof of the secret: has it another one?" in str(hub.refused))
     # A spoke that goes on although it does not trust the hub is refused by the hub.
     sock = connect(hub.address)
@@ -246,11 +246,18 @@ def test_a_proven_peer_that_breaks_the_framing_is_dropped_by_name(nothing_left, 
 def test_slow_and_silent_strangers_are_bounded_in_time_and_number(nothing_left, start, caplog):
     events = Events()
     caplog.set_level(logging.DEBUG, "dcr.runtime.hub")  # where the same is told again
-    hub = start.hub(events, handshakes_max=3, handshake_timeout_s=2.0)
-    silent = [connect(hub.address) for _ in range(2)]
-    slow = connect(hub.address)
+    hub = start.hub(events, handshakes_max=3)
+    silent = [connect(hub.address) for _ in range(3)]
     eventually(lambda: len(hub._strangers) == 3)
     assert closed_by_peer(connect(hub.address))  # one too many
+    for sock in silent:
+        sock.close()
+    hub.close()
+
+    hub = start.hub(events, handshake_timeout_s=1.0)
+    caplog.clear()
+    silent = [connect(hub.address) for _ in range(2)]
+    slow = connect(hub.address)
     try:
         for byte in pack(0, bytes(2000)):  # each byte comes well within any time-out of a single read
             slow.sendall(bytes([byte]))
@@ -269,7 +276,7 @@ def test_slow_and_silent_strangers_are_bounded_in_time_and_number(nothing_left, 
 def test_a_hub_that_never_answers_is_named(nothing_left, start):
     with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts, nobody reads
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        spoke = start.spoke(A, lambda: address, handshake_timeout_s=0.1)
+        spoke = start.spoke(A, lambda: address, handshake_timeout_s=0.3)
         eventually(lambda: "authenticating" in spoke._trouble)
         with pytest.raises(ChannelTimeoutError, match=f"node a.*authenticating with the hub at {address}"):
             spoke.wait_connected(0.01)
@@ -279,9 +286,9 @@ def test_what_resolve_may_answer(nothing_left, start):
     def broken():
         raise OSError("registry on fire")
 
-    free = socket.create_server(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-    free.close()
+    deaf = socket.socket()
+    deaf.bind(("127.0.0.1", 0))  # and nobody listens, here or anywhere else
+    port = deaf.getsockname()[1]
     for resolve, named in (
         (lambda: None, "no coordinator leads"),
         (broken, "registry on fire"),
@@ -295,3 +302,4 @@ def test_what_resolve_may_answer(nothing_left, start):
         with pytest.raises(ChannelTimeoutError, match=named):
             spoke.wait_connected(0.01)
         assert not spoke.send(b"x")
+    deaf.close()

@@ -216,7 +216,7 @@ def test_a_spoke_tells_a_hub_that_is_no_good(tls, hub_is, said):
         spoke = tls.spoke(lambda: address)
         eventually(lambda: "nothing went wrong" not in spoke.trouble)
         with pytest.raises(ChannelTimeoutError, match=f"(?s)authenticating with the hub at tls://trainer@.*{said}"):
-            spoke.wait_connected(0.3)
+            spoke.wait_connected(0.05)
         spoke.close()
         over.set()
         thread.join(WAIT_S)

@@ -29,7 +29,6 @@ def test_a_handshake_that_stalls_is_bounded_and_holds_nobody_up(tls, how):
     hub = tls.hub(events, handshake_timeout_s=1.0)
     _, host, port = place(hub.address)
     greeting = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100)
-    started = time.monotonic()
     if how == "dribbling after TLS":
         raw = Memory(hub.address, tls.certificates.folder("raw"))
         sock, greeting = raw.wire, raw.sealed(bytes(64))
@@ -37,24 +36,26 @@ def test_a_handshake_that_stalls_is_bounded_and_holds_nobody_up(tls, how):
         sock = socket.create_connection((host, port), WAIT_S)
     if how != "silent":
         sock.sendall(greeting[:7])
-    dribble = threading.Thread(target=_dribble, args=(sock, greeting[7:]))
+    dribbled = []
+    dribble = threading.Thread(target=_dribble, args=(sock, greeting[7:], dribbled))
     if how.startswith("dribbling"):
         dribble.start()
     spoke = tls.spoke(hub)
     spoke.wait_connected(WAIT_S)
     assert events.take(Connected).peer == A
     assert closed_by_peer(sock)
-    assert time.monotonic() - started < 10
     assert spoke.connected
     if how.startswith("dribbling"):
         dribble.join(WAIT_S)
+        assert len(dribbled) < len(greeting) - 7, "it was not listened to until it had said all"
     sock.close()
 
 
-def _dribble(sock, data):
+def _dribble(sock, data, dribbled):
     try:
         for byte in data:
             sock.sendall(bytes([byte]))
+            dribbled.append(byte)
             time.sleep(0.2)
     except OSError:
         pass
@@ -63,7 +64,7 @@ def _dribble(sock, data):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("half of a record", r"silent for 1 s"),
+        ("half of a record", r"silent for 2 s"),
         ("a record that was changed", "TLS: .*bad record mac"),
         ("a record twice", "TLS: .*bad record mac"),
         ("a record left out", "TLS: .*bad record mac"),
@@ -74,7 +75,8 @@ def _dribble(sock, data):
 )
 def test_what_is_torn_on_the_way_is_not_delivered(tls, what, said):
     events = Events()
-    hub = tls.hub(events, heartbeat_s=0.2, peer_timeout_s=1.0)
+    silence = {"heartbeat_s": 0.2, "peer_timeout_s": 2.0} if what == "half of a record" else {}
+    hub = tls.hub(events, **silence)
     raw = Memory(hub.address, tls.certificates.folder("raw"))
     _, refused = prove(raw, SECRET, raw.binding)
     assert refused == ""

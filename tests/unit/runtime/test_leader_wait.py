@@ -60,10 +60,10 @@ def test_it_says_what_the_control_plane_knows(control):
     control.register("default", "unfit", "b", msgspec.msgpack.encode(unfit))
     control.register("default", "unfit", "old", msgspec.msgpack.encode({**unfit, "start": "of another trainer"}))
     control.register("default", "unfit", "strange", b"\xc1")
-    lease = control.acquire("default", "a-1", 5)
+    lease = control.acquire("default", "a-1", 300)
     assert why_unled(control, "default") == (
-        "a-1 holds the lease, and is not reached; if it is gone, another one may lead in at most 5 s; b stands by and "
-        "must not lead: gate_mode is sync"
+        "a-1 holds the lease, and is not reached; if it is gone, another one may lead in at most 300 s; b stands by "
+        "and must not lead: gate_mode is sync"
     )
     control.release(lease)
     close_roster(control, "default", first)

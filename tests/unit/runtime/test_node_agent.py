@@ -45,7 +45,7 @@ from dcr.runtime.settings import Settings
 from dcr.trainer.torch.source import TorchSource
 from tests.faults.models import Policy, Served, dense, stored_bits
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 INCARNATION = 7
 T = TypeVar("T")
 
@@ -73,6 +73,7 @@ class Led:
         self.engine = TorchEngine(self.model, name="a", checkpoint=folder, gate_wait_s=WAIT_S)
         settings = {"record_poll_s": 0.05, **settings}
         self.node = RolloutNode(self.engine, control=control, delivery=delivery, settings=settings)
+        self._watch_lease()
         self.me = Member("a", self.node.incarnations["a"])
         self.owner = OwnerRef(self.source.owner, INCARNATION)
         self.revision: int | None = None
@@ -83,6 +84,22 @@ class Led:
     def _on_event(self, event: object) -> None:
         if isinstance(event, Received):
             self.heard.put(decode_report(event.message))
+
+    def _watch_lease(self) -> None:
+        """From here on, ``ages`` has how old the record was, in seconds, whenever the gate was told to close."""
+        gate = self.node._agents["a"]._gate
+        self.read_at, self.ages = gate._read_at, list[float]()
+        renew, close = gate.renew, self.engine.close_gate
+
+        def renewed(asked_at: float) -> None:
+            renew(asked_at)
+            self.read_at = asked_at
+
+        def closes(drain_timeout_s: float) -> None:
+            self.ages.append(time.monotonic() - self.read_at)
+            close(drain_timeout_s)
+
+        gate.renew, self.engine.close_gate = renewed, closes  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.node.close()
@@ -170,9 +187,12 @@ def at(tmp_path: Path) -> Iterator[Led]:
     yield from led(tmp_path)
 
 
+LEASE_S = 1.0
+
+
 @pytest.fixture
 def leased(tmp_path: Path) -> Iterator[Led]:
-    yield from led(tmp_path, serve_lease_s=1.0)
+    yield from led(tmp_path, serve_lease_s=LEASE_S)
 
 
 @pytest.fixture
@@ -266,12 +286,12 @@ def test_an_order_for_another_incarnation_is_not_obeyed(at: Led) -> None:
 def test_nothing_is_served_that_may_be_stale_while_the_record_is_out_of_reach(leased: Led) -> None:
     at = leased
     time.sleep(1.3)  # longer than the lease: it is renewed with every read
+    assert [age for age in at.ages if age <= LEASE_S] == []
     at.serves_old()
     away = at.file.with_name("away.db")
     at.file.rename(away)
-    gone = time.monotonic()
     wait(lambda: at.engine.version is None)
-    assert time.monotonic() - gone > 0.4
+    assert min(at.ages) > LEASE_S
     assert at.node.version is None
     away.rename(at.file)
     assert at.node.wait_serving(0, WAIT_S) == 0
@@ -280,7 +300,7 @@ def test_nothing_is_served_that_may_be_stale_while_the_record_is_out_of_reach(le
 
 @pytest.fixture
 def hurried(tmp_path: Path) -> Iterator[Led]:
-    yield from led(tmp_path, serve_lease_s=1.0, drain_timeout_s=0.1)
+    yield from led(tmp_path, serve_lease_s=LEASE_S, drain_timeout_s=0.1)
 
 
 def test_a_request_that_will_not_leave_lets_no_other_in_while_the_record_is_out_of_reach(hurried: Led) -> None:
@@ -337,7 +357,7 @@ class Hang:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.reached.set()
-        assert self._goes_on.wait(60)
+        assert self._goes_on.wait(240)
         return self._call(*args, **kwargs)
 
     def let_go(self) -> None:
@@ -363,8 +383,8 @@ def test_the_gate_closes_on_the_lost_lease_though_something_hangs(
         assert hang.reached.wait(WAIT_S)
         hung = time.monotonic()
         wait(lambda: at.engine.version is None)
-        took = time.monotonic() - hung
-        assert 0.4 < took < 5.0  # the lease is 1 s; the hanging call would take a minute
+        assert time.monotonic() - hung < 30  # the hanging call would take minutes
+        assert min(at.ages) > LEASE_S
         assert at.node.version is None
         with pytest.raises(NodeError, match="version 0 is not served"):
             at.node.wait_serving(0, 0.1)
@@ -387,9 +407,9 @@ def test_orders_are_obeyed_and_the_lease_is_kept_while_a_read_of_the_store_hangs
         at.hear(Prepared)
         at.emit(order)
         assert hang.reached.wait(WAIT_S)
-        until = time.monotonic() + 1.5  # longer than the lease
-        while time.monotonic() < until:
-            assert at.engine.version == 0
+        hung = time.monotonic()
+        wait(lambda: at.read_at > hung + LEASE_S)
+        assert [age for age in at.ages if age <= LEASE_S] == []  # a machine that stood still may have lost it
         at.serves_old()
         again = at.prepare(stage=False)  # the leader has given the attempt up
         assert at.hear(Prepared).epoch == again.epoch
@@ -410,13 +430,14 @@ def test_memory_that_is_taken_away_in_the_middle_of_an_attempt_costs_nothing(at:
     order = at.prepare(stage=False)
     at.hear(Prepared)
     memory = at.node._reception._memory
-    write, taken = memory.write, []
+    write, taken, one_at_a_time = memory.write, [], threading.Lock()
 
     def taken_away(data: bytes) -> Any:
-        shared = write(data)
-        if len(taken) < 2:  # before any rank can map it, and before the next is written
-            taken.append(memory.folder)
-            shutil.rmtree(memory.folder)
+        with one_at_a_time:  # several threads receive
+            shared = write(data)
+            if len(taken) < 2:  # before any rank can map it, and before the next is written
+                taken.append(memory.folder)
+                shutil.rmtree(memory.folder)
         return shared
 
     memory.write = taken_away  # type: ignore[method-assign]
@@ -470,7 +491,7 @@ def test_a_node_whose_rank_hangs_keeps_its_engine_until_it_is_answered_and_then_
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 30.0  # of minutes
         with pytest.raises(RefusedError, match="its node was closed, but a call of it to the engine has not returned"):
             node_beside(at, at.engine)
         late = at.node._agents["a"]

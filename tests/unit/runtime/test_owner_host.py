@@ -11,12 +11,23 @@ from dcr import PushError
 from dcr.protocol.record import Direction
 from tests.faults.thread_fleet import Fleet, flip, rewrite
 
+PATIENT = {
+    "prepare_timeout_s": 60.0,
+    "ack_timeout_s": 60.0,
+    "fold_timeout_s": 60.0,
+    "restore_timeout_s": 60.0,
+    "members_timeout_s": 60.0,
+    "owners_timeout_s": 60.0,
+    "delivery_timeout_s": 60.0,
+    "push_timeout_s": 240.0,
+}
+"""No attempt fails because a machine stands still for seconds."""
 ROLLED_BACK = r"to version 1 was rolled back to version 0 on the operator's order: "
 
 
 @pytest.fixture(params=["sync", "async"])
 def fleet(tmp_path, request):
-    f = Fleet(tmp_path, {"gate_mode": request.param, "attempts_max": 1})
+    f = Fleet(tmp_path, {**PATIENT, "gate_mode": request.param, "attempts_max": 1})
     yield f
     f.close()
 
@@ -151,7 +162,7 @@ def numbers(fleet, seed):
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_weights_that_are_no_numbers_are_refused_if_asked_and_engines_notice_nothing(tmp_path, dense):
-    fleet = Fleet(tmp_path, {"refuse_nonfinite": True})
+    fleet = Fleet(tmp_path, {**PATIENT, "refuse_nonfinite": True})
     try:
         e = fleet.engine("a")
         fleet.check(e)
@@ -176,7 +187,7 @@ def test_weights_that_are_no_numbers_are_refused_if_asked_and_engines_notice_not
 
 
 def test_after_a_stop_the_same_weights_are_looked_through_again(tmp_path):
-    fleet = Fleet(tmp_path, {"refuse_nonfinite": True, "attempts_max": 1})
+    fleet = Fleet(tmp_path, {**PATIENT, "refuse_nonfinite": True, "attempts_max": 1})
     try:
         e = fleet.engine("a")
         fleet.check(e)
@@ -198,7 +209,7 @@ def test_after_a_stop_the_same_weights_are_looked_through_again(tmp_path):
 
 
 def test_weights_are_not_offered_before_they_are_looked_through_even_if_the_connection_comes_anew(tmp_path):
-    fleet = Fleet(tmp_path, {"refuse_nonfinite": True})
+    fleet = Fleet(tmp_path, {**PATIENT, "refuse_nonfinite": True})
     try:
         fleet.check(fleet.engine("a"))
         host, look = fleet.refit._host, fleet.refit.source.nonfinite

@@ -14,7 +14,7 @@ LOG = logging.getLogger("dcr.test-progress")
 
 
 def wait(what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -43,10 +43,10 @@ def test_what_goes_on_is_told_after_its_time_and_then_as_often(caplog):
         told = len(looks)
         wait(lambda: len(looks) > told + 1)
         said = len(caplog.messages)
-        found["a"] = "again"  # something new, which has its time too
         began = time.monotonic()
+        found["a"] = "again"  # something new, which has its time too
         wait(lambda: len(caplog.messages) > said)
-        assert time.monotonic() - began >= 0.15
+        assert time.monotonic() - began >= 0.2
     finally:
         progress.close()
     assert "test" not in [t.name for t in threading.enumerate()]
@@ -90,7 +90,8 @@ def test_steps_are_told_when_they_begin_and_while_they_last(caplog):
         step("one")
         step("two")
         wait(lambda: any("the thing: two, for " in line for line in caplog.messages))
-    assert caplog.messages[:2] == ["the thing: one", "the thing: two"]
+    begun = [line for line in caplog.messages if ", for " not in line]
+    assert begun[:2] == ["the thing: one", "the thing: two"]
     assert caplog.messages[-1].startswith("the thing is ready, after ")
     with pytest.raises(ValueError, match="no"), Steps(LOG, "another") as step:
         raise ValueError("no")

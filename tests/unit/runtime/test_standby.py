@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ SECRET = b"s" * 32
 
 
 def wait(what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -39,10 +40,33 @@ def control(tmp_path):
         yield made
 
 
+class Clock:
+    """The clock by which it tells of waits again; it stands still unless it is told to go on."""
+
+    def __init__(self):
+        self.now_s, self.looks = 100.0, 0
+
+    def monotonic(self):
+        self.looks += 1
+        return self.now_s
+
+    def go_on(self, seconds):
+        """Let time pass, and wait until it has looked at the clock, and has said what there was to say."""
+        self.now_s += seconds
+        looks = self.looks
+        wait(lambda: self.looks > looks + 1)
+
+
 @pytest.fixture
-def waiting(control, tmp_path, monkeypatch, caplog):
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(standby, "time", SimpleNamespace(monotonic=clock.monotonic, time_ns=time.time_ns))
+    return clock
+
+
+@pytest.fixture
+def waiting(control, tmp_path, caplog, clock):
     """What it has said so far; it looks often, and has nobody to lead."""
-    monkeypatch.setattr(standby, "_AGAIN_S", 0.2)
     caplog.set_level(logging.INFO, "dcr.coordinator")
     one = Standby(
         record_id="default",
@@ -56,26 +80,28 @@ def waiting(control, tmp_path, monkeypatch, caplog):
     thread.start()
     yield lambda: [record.getMessage() for record in spoken(caplog)]
     one.stop()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 
-def test_a_wait_for_a_trainer_is_told_again_and_less_and_less_often(waiting, control, caplog):
+def test_a_wait_for_a_trainer_is_told_again_and_less_and_less_often(waiting, control, clock):
     asks = "waits for a trainer of record 'default' that asks for a coordinator (setting coordinator = elsewhere)"
-    wait(lambda: len(waiting()) >= 3)
-    first, second, third = (record.created for record in spoken(caplog)[:3])
-    assert second - first >= 0.9 * 0.2
-    assert third - second >= 0.9 * 0.4
+    wait(waiting)
+    told = []
+    for seconds in (9.9, 0.2, 19.8, 0.4, 39.8, 0.4):
+        clock.go_on(seconds)
+        told.append(len(waiting()))
+    assert told == [1, 2, 2, 3, 3, 4]
     assert waiting()[:3] == [
         f"coordinator one {asks}",
         f"coordinator one still {asks}",
         f"coordinator one still {asks}",
     ]
-    lease = control.acquire("default", "another", 60)  # so that this one does not lead
+    lease = control.acquire("default", "another", 600)  # so that this one does not lead
     asked = register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(), SECRET, "default"))
     wait(lambda: waiting()[-1].endswith(f"stands by: another leads record 'default', with token {lease.token}"))
     said = len(waiting())
-    time.sleep(0.5)
+    clock.go_on(10_000)
     assert len(waiting()) == said  # that somebody leads is as it should be: it is told once
     close_roster(control, "default", asked)
     wait(lambda: waiting()[-1] == f"coordinator one {asks}: the one that it stood by for was closed")

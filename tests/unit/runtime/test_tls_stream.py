@@ -118,7 +118,7 @@ def test_a_writer_that_waits_for_the_network_keeps_no_reader_waiting_and_no_end(
     got = []
     reader = threading.Thread(target=lambda: got.append(receive(hub, 7)), daemon=True)
     reader.start()
-    reader.join(10)
+    reader.join(WAIT_S / 2)  # of the time that the writer waits
     assert got == [b"through"]
     assert writer.is_alive()
     hub.shutdown(socket.SHUT_RDWR)  # from yet another thread

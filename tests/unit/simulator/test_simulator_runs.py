@@ -44,7 +44,7 @@ for seed in range(40):
 def outcomes(hash_seed):
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     command = [sys.executable, "-c", SCRIPT]
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=280).stdout
 
 
 def test_a_seed_has_the_same_run_in_any_process():
