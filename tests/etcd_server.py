@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-_READY_S = 60.0
+from dcr.chaos.servers import free_ports
+
+_READY_S = 120.0
 _TRIES = 3
 HINT = (
     "no etcd server: run scripts/install.py where apt-get is, or apt-get install etcd-server, or put etcd on the PATH"
@@ -39,7 +41,7 @@ class EtcdServer:
         self.members: dict[str, str] = {}
         """Peers by name, where it is one of several."""
         self._process: subprocess.Popen[bytes] | None = None
-        self.port, self._peer_port = _free_ports()
+        self.port, self._peer_port = free_ports(2)
 
     @classmethod
     def started(cls, folder: Path, tls: Path | None = None) -> "EtcdServer":
@@ -145,10 +147,3 @@ class EtcdServer:
     def go_on(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
-
-
-def _free_ports() -> list[int]:
-    with socket.socket() as one, socket.socket() as other:
-        for s in (one, other):
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in (one, other)]

