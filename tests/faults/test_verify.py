@@ -224,24 +224,20 @@ def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
     assert [e["engine"] for e in report["engines"]] == ["one"]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
+def test_who_cannot_be_asked_is_said_and_nothing_is_made(run, capsys, tmp_path):
+    run()
+    for control, record, why in (
         ("sqlite://{0}/nothing/record.db", "default", "there is no"),
         ("sqlite://{0}", "default", "there is no"),
         ("sqlite://{0}/record.db.secret", "default", "record.db.secret"),
         ("sqlite://{0}/record.db", "another", "no leader of record 'another' could be reached in 1 s"),
         ("etcd://{0}/record.db", "default", "control plane"),
-    ],
-)
-def test_who_cannot_be_asked_is_said_and_nothing_is_made(run, capsys, tmp_path, asked):
-    control, record, why = asked
-    run()
-    before = sorted(p.name for p in tmp_path.iterdir())
-    arguments = ["--control", control.format(tmp_path), "--record-id", record, "--connect-s", "1", "--json"]
-    assert main(["verify", *arguments]) == 3
-    assert why in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    ):
+        before = sorted(p.name for p in tmp_path.iterdir())
+        arguments = ["--control", control.format(tmp_path), "--record-id", record, "--connect-s", "1", "--json"]
+        assert main(["verify", *arguments]) == 3
+        assert why in capsys.readouterr().err
+        assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_only_an_operator_may_ask(run):
