@@ -88,7 +88,7 @@ ENGINES = (
     _kill("engine[1] in a request"),
     _after(Fault(at="engine[1] in a request", do="slow", for_s=30.0), "engine[1] at FailAttempt", gates=("sync",)),
     _after(
-        Fault(at="etcd at MemberServes #2", do="stall", for_s=12.0),  # when every gate is open
+        Fault(at="engine[1] at OpenGate", who="etcd", do="stall", for_s=12.0),  # whose gate is open then
         "engine[1] at LoseRecord",
         controls=("etcd",),
     ),
