@@ -1,9 +1,10 @@
 """A trainer without a coordinator of its own, and coordinators that stand by in processes of their own."""
 
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 from dcr.control_plane.address import open_control_plane
+from dcr.control_plane.interface import ControlPlaneUnavailableError
 from tests.faults.coordinator_process import CoordinatorProcess
 from tests.faults.thread_fleet import WAIT_S, Fleet
 
@@ -58,9 +59,10 @@ class FailoverFleet(Fleet):
     def _end_leases(self):
         with closing(open_control_plane(self.addresses["control"])) as control:
             while not self._closing.wait(0.02):
-                lease = control.leader("default")
-                if lease is not None and any(lease.holder.startswith(f"{c.name}-") for c in self._halted()):
-                    control.release(lease)
+                with suppress(ControlPlaneUnavailableError):  # a test may end its server first
+                    lease = control.leader("default")
+                    if lease is not None and any(lease.holder.startswith(f"{c.name}-") for c in self._halted()):
+                        control.release(lease)
 
     def _halted(self):
         return [c for c in list(self.coordinators) if not c.runs]
