@@ -11,11 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-from tests.free_ports import free_ports
+from dcr.chaos.servers import free_ports
 
 _READY_S = 180.0
 _TRIES = 3
-_PORTS = range(10_000, 12_000)
 HINT = (
     "no etcd server: run scripts/install.py where apt-get is, or apt-get install etcd-server, or put etcd on the PATH"
 )
@@ -42,7 +41,7 @@ class EtcdServer:
         self.members: dict[str, str] = {}
         """Peers by name, where it is one of several."""
         self._process: subprocess.Popen[bytes] | None = None
-        self.port, self._peer_port = free_ports(2, _PORTS)
+        self.port, self._peer_port = free_ports(2)
 
     @classmethod
     def started(cls, folder: Path, tls: Path | None = None) -> "EtcdServer":

@@ -11,7 +11,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.free_ports import free_ports
+from dcr.chaos.servers import free_ports
 
 ACCESS_KEY, SECRET_KEY = "an-access-key", "a-secret-key-of-no-use-elsewhere"
 READER_KEY = "an-access-key-that-may-only-read"
@@ -22,11 +22,8 @@ ENVIRONMENT = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
-_READY_S = 180.0
+_READY_S = 180.0  # it has taken over a minute on a machine that was busy
 _TRIES = 3
-_PORTS = range(12_000, 22_000)
-_AND = 10_000
-"""The server also takes the port so much above each one that it is given."""
 
 
 class ObjectStore:
@@ -37,7 +34,7 @@ class ObjectStore:
         self.host = host
         self._client: Any = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._ports = free_ports(5, _PORTS, host, _AND)
+        self._ports = free_ports(5, host)
         (folder / "data").mkdir(parents=True)
         rights = {ACCESS_KEY: ["Admin", "Read", "List", "Tagging", "Write"], READER_KEY: ["Read", "List"]}
         identities = [
@@ -51,7 +48,7 @@ class ObjectStore:
             except RuntimeError:  # somebody took a port meanwhile
                 if not left:
                     raise
-                self._ports = free_ports(5, _PORTS, host, _AND)
+                self._ports = free_ports(5, host)
             else:
                 break
 

@@ -126,7 +126,7 @@ BUGS = {
     "gate-open": Bug(
         "an engine whose gate stays open while it is written",
         _gate_open,
-        _proof("gate-open", Fault(at="receiver[0] after 1 items of payload 1", do="slow", for_s=0.5)),
+        _proof("gate-open", Fault(at="receiver[0] after 1 items of payload 1", do="slow", for_s=2.0)),
         ("engine-0-1: answered from storage that is not version 0",),
     ),
     "fold-early": Bug(
@@ -134,7 +134,7 @@ BUGS = {
         _fold_early,
         _proof(
             "fold-early",
-            Fault(at="receiver[0] after 1 items of payload 1", do="slow", for_s=1.0),
+            Fault(at="receiver[0] after 1 items of payload 1", do="slow", for_s=3.0),
             Fault(at="receiver[1] at Acknowledge"),
         ),
         ("engine-0: other bits than version 1",),

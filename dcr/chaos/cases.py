@@ -57,6 +57,8 @@ _RESTORE_FAILS = Fault(at="receiver[1] after 1 items of payload 0 in restore", d
 _TWO: dict[str, Any] = {"coordinators": (2,)}
 _RELAY: dict[str, Any] = {"transports": ("relay",)}
 _STOPS = (("attempts_max", 1),)
+_UNDER_WAY = Fault(at="receiver[1] after 1 items of payload 1", do="slow", for_s=2.0)
+"""The attempt is not over before the operator is heard."""
 _REFUSES: dict[str, Any] = {"settings": (("restores_max", 1),)}
 _STOPPED = Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="resume")
 _ABANDONED = Fault(at="receiver[1] at BeginWrite", push_error="the transition stopped", operator="abandon")
@@ -84,9 +86,9 @@ ENGINES = (
     _kill("engine[1] at CloseGate", gates=("sync",)),  # an asynchronous one is closed by the order to apply
     *(_kill(f"engine[1] at {a}") for a in ("GateClosed", "Prepare", "OpenGate")),
     _kill("engine[1] in a request"),
-    _after(Fault(at="engine[1] in a request", do="slow", for_s=7.0), "engine[1] at FailAttempt", gates=("sync",)),
+    _after(Fault(at="engine[1] in a request", do="slow", for_s=30.0), "engine[1] at FailAttempt", gates=("sync",)),
     _after(
-        Fault(at="etcd at FinishTransition", do="stall", for_s=12.0),
+        Fault(at="engine[1] at OpenGate", who="etcd", do="stall", for_s=12.0),  # whose gate is open then
         "engine[1] at LoseRecord",
         controls=("etcd",),
     ),
@@ -115,8 +117,8 @@ _COORDINATORS = (
     Case(
         "kill coordinator at Wait",
         (
-            Fault(at="receiver[0] at BeginWrite", restart_after_s=1.5),
-            Fault(at="receiver[1] at BeginWrite", restart_after_s=1.5),
+            Fault(at="receiver[0] at BeginWrite", restart_after_s=4.0),
+            Fault(at="receiver[1] at BeginWrite", restart_after_s=4.0),
             Fault(at="coordinator at Wait"),
         ),
     ),
@@ -163,14 +165,14 @@ _COORDINATORS = (
     Case(
         "roll back",
         (
-            Fault(at="receiver[1] after 1 items of payload 1", do="slow", for_s=0.3),
+            _UNDER_WAY,
             Fault(at="coordinator at OrderOpenApply", do="roll_back", push_error="rolled back", operator="resume"),
         ),
     ),
     Case(
         "kill coordinator at RollBack",
         (
-            Fault(at="receiver[1] after 1 items of payload 1", do="slow", for_s=0.3),
+            _UNDER_WAY,
             Fault(at="coordinator at OrderOpenApply", do="roll_back"),
             Fault(at="coordinator at RollBack"),
         ),
@@ -204,7 +206,7 @@ COORDINATORS = (
         transports=("file", "s3"),
     ),
     *(
-        Case(f"stall coordinator past its lease {at}", (Fault(at=f"coordinator {at}", do="stall", for_s=4.0),), **_TWO)
+        Case(f"stall coordinator past its lease {at}", (Fault(at=f"coordinator {at}", do="stall", for_s=6.0),), **_TWO)
         for at in ("at OrderOpenApply", "before CAS of Commit", "between CAS sent and answered of Commit")
     ),
     Case("kill the leader at BeginWrite", (Fault(at="receiver[1] at BeginWrite", who="coordinator"),), **_TWO),

@@ -85,7 +85,7 @@ def report_of(run: Run) -> RunReport:
         restarts=run.totals.restarts,
         requests=run.checks.answers,
         bytes_compared=run.checks.bytes,
-        recovery_s=max((s.recovered_s - s.quiet_s for s in run.strikes if s.recovered_s is not None), default=0.0),
+        recovery_s=max([0.0, *(s.recovered_s - s.quiet_s for s in run.strikes if s.recovered_s is not None)]),
         seconds=time.monotonic() - run.totals.began_s,
         began_s=zero_s,
     )

@@ -108,7 +108,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     @property
     def _lease_s(self) -> float:
         """Short, so that a takeover takes seconds; longer where more processes want a processor to renew it in time."""
-        return 1.5 + 0.25 * self.coordinators
+        return 2.5 + 0.25 * self.coordinators
 
     @property
     def engines_of_nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -136,17 +136,18 @@ _SAID_ELSEWHERE = {
 
 SETTINGS: dict[str, Any] = {
     "bucket_bytes": 700,
+    "attempts_max": 8,  # a store that was killed may take long to start again
     "prepare_timeout_s": 8.0,
     "ack_timeout_s": 8.0,
     "fold_timeout_s": 8.0,
     "restore_timeout_s": 8.0,
     "restore_pause_timeout_s": 0.2,
     "members_timeout_s": 30.0,
-    "owners_timeout_s": 3.0,
+    "owners_timeout_s": 15.0,
     "push_timeout_s": 120.0,
     "drain_timeout_s": 5.0,
     "delivery_timeout_s": 5.0,
-    "connect_timeout_s": 20.0,
+    "connect_timeout_s": 60.0,
     "record_poll_s": 0.1,
     "serve_lease_s": 3.0,
 }

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dcr.chaos.lifetime import end_with_parent
 from dcr.protocol.errors import DcrError
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
+"""SeaweedFS has taken over a minute on a machine that was busy."""
 _END_TIMEOUT_S = 30.0
-_PORTS = range(21_000, 29_000)
-"""Below those that the system gives out; SeaweedFS also takes each one's + 10,000."""
+_PORTS = range(12_000, 22_500)
+"""Those, and each one's + 10,000, which SeaweedFS takes too, lie below what the system gives to whoever connects: one
+of these may be a connection's by the time that a server starts, or starts again after a kill."""
 _ACCESS_KEY, _SECRET_KEY = "an-access-key", "a-secret-key-of-no-use-elsewhere"
 BUCKET = "chaos"
 S3_ENVIRONMENT = {
@@ -178,6 +180,7 @@ class Store(_Process):
         identity = {"accessKey": _ACCESS_KEY, "secretKey": _SECRET_KEY}
         who = {"identities": [{"name": "chaos", "credentials": [identity], "actions": rights}]}
         (folder / "s3.json").write_text(json.dumps(who))
+        self._client: Any = None
         master, volume, filer, self.port, admin = free_ports(5)
         self._command = [
             *(binary, "-logtostderr=true", "mini", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
@@ -192,11 +195,27 @@ class Store(_Process):
         self._wait_ready()
 
     def _answers(self) -> bool:
+        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - optional dependency
+
+        self._client = self._client or self._new_client()  # one is slow to make, and this is asked again and again
+        try:
+            self._client.create_bucket(Bucket=BUCKET)
+        except BotoCoreError:
+            return False
+        except ClientError as e:
+            if "Bucket" not in e.response["Error"]["Code"]:
+                return False
+        try:
+            self._client.put_object(Bucket=BUCKET, Key="ready", Body=b"x" * 4096)
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
+    def _new_client(self) -> Any:
         import boto3  # noqa: PLC0415 - optional dependency, and slow to import
         from botocore.config import Config  # noqa: PLC0415
-        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
-        client = boto3.client(
+        return boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{self.port}",
             region_name="us-east-1",
@@ -206,18 +225,6 @@ class Store(_Process):
                 connect_timeout=1, read_timeout=5, retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}
             ),
         )
-        try:
-            client.create_bucket(Bucket=BUCKET)
-        except BotoCoreError:
-            return False
-        except ClientError as e:
-            if "Bucket" not in e.response["Error"]["Code"]:
-                return False
-        try:
-            client.put_object(Bucket=BUCKET, Key="ready", Body=b"x" * 4096)
-        except (BotoCoreError, ClientError):
-            return False
-        return True
 
 
 def missing(*, s3: bool, etcd: bool) -> str:
@@ -235,17 +242,25 @@ def _beside(name: str) -> str | None:
     return str(path) if path.exists() else shutil.which(name)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now; SeaweedFS wants each one's + 10,000 too."""
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody listens at now, and that no connection is given; each one's + 10,000 is free too.
+
+    Args:
+        count: how many.
+        host: whose address they are of.
+
+    Raises:
+        DcrError: there are not so many.
+    """
     found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):  # whoever seeds `random` would get the same ones
         try:
             for one in (port, port + 10_000):
                 with socket.socket() as s:
-                    s.bind(("127.0.0.1", one))
+                    s.bind((host, one))
         except OSError:
             continue
         found.append(port)
         if len(found) == count:
             return found
-    raise DcrError("no free ports on 127.0.0.1")
+    raise DcrError(f"no free ports on {host}")

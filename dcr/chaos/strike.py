@@ -21,6 +21,7 @@ class Strike:
         committed_s: when the next commit was known to the trainer.
         told: whether a push ended with the error that the fault calls for.
         recovered_s: when every engine served what is committed, with every process back.
+        over_s: when it was over, where that was the machine's to say: a killed server that answers again, for one.
     """
 
     number: int
@@ -30,11 +31,14 @@ class Strike:
     committed_s: float | None = None
     told: bool = False
     recovered_s: float | None = None
+    over_s: float = 0.0
 
     @property
     def quiet_s(self) -> float:
         """When what it does is over: recovery is counted from here."""
-        return 0.0 if self.fired_s is None else self.fired_s + self.fault.for_s + self.fault.restart_after_s
+        if self.fired_s is None:
+            return 0.0
+        return max(self.fired_s + self.fault.for_s + self.fault.restart_after_s, self.over_s)
 
     def __str__(self) -> str:
         which = f" ({self.struck})" if self.struck.startswith("coordinator") else ""

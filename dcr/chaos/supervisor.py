@@ -9,12 +9,13 @@ from dcr.chaos.fleet import Fleet
 from dcr.chaos.point import SERVERS
 from dcr.chaos.process import Child, ChildError, wait
 from dcr.chaos.pushes import Pushes
-from dcr.chaos.scenario import Fault
 from dcr.chaos.strike import Strike, Totals
 
 PUMP_S = 0.1
 FOLLOW_S = 1.0
 """Between two looks at the history of K, of which a control plane keeps the last thousand writes."""
+_SHOWN_LATE_S = 20.0
+"""How much longer a partition or a full disk lasts at most, where a busy machine lets nothing come to it in time."""
 _HELD_UP_S = 1.0
 """A wait that ends so much too late was not ended by the machine in time."""
 
@@ -168,10 +169,9 @@ class Supervisor:
                 raise ChildError(f"{child.name}: {message['error']}; its log is {child.log}")
 
     def _zombie_told(self, child: Child, report: dict[str, Any]) -> None:
-        if report["error"]:
-            self._tell(f"refit {self._pushes.refit}: the one that was replaced is told: {report['error'][:140]}")
-        else:
-            self._checks.problems.append(f"{child.name}, which was replaced, was told that it committed")
+        if not report["error"]:
+            raise ChildError(f"{child.name}, which was replaced, was told that it committed")
+        self._tell(f"refit {self._pushes.refit}: the one that was replaced is told: {report['error'][:140]}")
         child.zombie = False
         child.kill()
 
@@ -205,28 +205,29 @@ class Supervisor:
         match fault.do:
             case "kill":
                 self._totals.kills += 1
-                self._kill_at_point(child, victim, fault, own=own)
+                self._kill_at_point(child, strike, own=own)
             case "stall":
                 self._stall(child, victim, end, own=own)
             case "partition":
-                self._fleet.proxy(victim).cut()
-                self._timers.append((end, lambda: self._heal(strike)))
+                proxy = self._fleet.proxy(victim)
+                proxy.cut()
+                self._timers.append((end, lambda: self._end(strike, lambda: proxy.held > 0, self._heal)))
             case "fill":
                 assert self._fleet.disk is not None
                 self._fleet.disk.fill()
-                self._timers.append((end, self._fleet.disk.free))
+                shown = lambda: strike.told or not fault.push_error  # noqa: E731
+                self._timers.append((end, lambda: self._end(strike, shown, self._free)))
             case "replace":
                 self._replace(child)
             case "roll_back":
                 self._fleet.trainers["trainer-0"].send("roll_back")
         child.send("go", number=strike.number)
 
-    def _kill_at_point(self, child: Child, victim: str, fault: Fault, *, own: bool) -> None:
-        at = time.monotonic() + fault.restart_after_s
+    def _kill_at_point(self, child: Child, strike: Strike, *, own: bool) -> None:
+        victim, at = strike.struck, time.monotonic() + strike.fault.restart_after_s
         if victim in SERVERS:
-            server = self._fleet.server(victim)
-            server.kill()
-            self._timers.append((at, server.start))
+            self._fleet.server(victim).kill()
+            self._timers.append((at, lambda: self._start_server(strike)))
             return
         struck = child if own else self._fleet.child(victim)
         was_zombie = struck.zombie
@@ -251,6 +252,24 @@ class Supervisor:
         struck = child if own else self._fleet.child(victim)
         struck.stop(itself=own)
         self._timers.append((end, struck.go_on))
+
+    def _start_server(self, strike: Strike) -> None:
+        self._fleet.server(strike.struck).start()
+        strike.over_s = time.monotonic()
+
+    def _end(self, strike: Strike, shown: Callable[[], bool], act: Callable[[Strike], None]) -> None:
+        """End what lasts, or let it last on for a while if it has not shown yet what it is there to show."""
+        assert strike.fired_s is not None
+        strike.over_s = now = time.monotonic()
+        if shown() or now > strike.fired_s + strike.fault.for_s + _SHOWN_LATE_S:
+            act(strike)
+        else:
+            strike.over_s = now + PUMP_S
+            self._timers.append((strike.over_s, lambda: self._end(strike, shown, act)))
+
+    def _free(self, _strike: Strike) -> None:
+        assert self._fleet.disk is not None
+        self._fleet.disk.free()
 
     def _heal(self, strike: Strike) -> None:
         proxy = self._fleet.proxy(strike.struck)

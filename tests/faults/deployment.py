@@ -13,11 +13,11 @@ from tests.faults.models import Policy, dense
 SETTINGS = {
     "bucket_bytes": 700,
     "attempt_pause_timeout_s": 0.1,
-    "prepare_timeout_s": 20.0,
-    "ack_timeout_s": 20.0,
-    "restore_timeout_s": 20.0,
+    "prepare_timeout_s": 60.0,
+    "ack_timeout_s": 60.0,
+    "restore_timeout_s": 60.0,
     "members_timeout_s": 30.0,
-    "delivery_timeout_s": 3.0,
+    "delivery_timeout_s": 30.0,
     "record_poll_s": 0.1,
 }
 

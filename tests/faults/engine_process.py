@@ -66,7 +66,7 @@ class EngineProcess:
         assert self._process.pid is not None
         return self._process.pid
 
-    def call(self, command: str, *args: Any, timeout_s: float = 60) -> Any:
+    def call(self, command: str, *args: Any, timeout_s: float = 100) -> Any:
         self._pipe.send((command, *args))
         if not self._pipe.poll(timeout_s):
             raise TimeoutError(f"engine {self.name}: {command} was not answered in {timeout_s} s")
@@ -75,10 +75,10 @@ class EngineProcess:
             raise answer
         return answer
 
-    def wait_serving(self, version: int, timeout_s: float = 60) -> int:
+    def wait_serving(self, version: int, timeout_s: float = 100) -> int:
         return self.call("wait_serving", version, timeout_s, timeout_s=timeout_s + 5)
 
-    def wait_killed(self, timeout_s: float = 60) -> None:
+    def wait_killed(self, timeout_s: float = 100) -> None:
         self._process.join(timeout_s)
         assert self._process.exitcode == -signal.SIGKILL, f"engine {self.name} ended with {self._process.exitcode}"
 

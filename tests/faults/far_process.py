@@ -15,7 +15,7 @@ from dcr import RolloutNode, TrainerRefit
 from dcr.rollout.torch.engine import TorchEngine
 from tests.faults.models import Policy, Served, dense, stored_bits
 
-RELAY = "heartbeat_s=0.5&peer_timeout_s=5"
+RELAY = "heartbeat_s=0.5&peer_timeout_s=60"
 
 
 def answer(**said):

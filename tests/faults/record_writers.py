@@ -70,7 +70,7 @@ def kills_lose_nothing(address, disturb, contenders, kills, attempts=6):
     try:
         for turn in range(kills):
             before = [len(lines) for lines in said]
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while any(len(lines) < n + attempts for lines, n in zip(said, before, strict=True)):  # all are at work
                 assert time.monotonic() < deadline
                 time.sleep(0.02)

@@ -238,7 +238,7 @@ def test_a_node_agent_that_restarts_between_two_payloads_is_mended_absolutely(fl
 
     def act(_: Step) -> None:  # on the agent's own thread, which its close has to wait for
         threading.Thread(target=restart, daemon=True).start()
-        fleet.wait(old._agent._stop.is_set)
+        fleet.wait(old._agents["a"]._stop.is_set)
 
     fleet.once("EndWrite", lambda _: fleet.once("EndWrite", act))
     report = fleet.push()

@@ -8,7 +8,7 @@ from tests.faults.deployment import Deployment
 
 
 def test_a_stopped_engine_is_evicted_and_rejoins(tmp_path: Path) -> None:
-    fleet = Deployment(tmp_path, {"prepare_timeout_s": 1.5, "ack_timeout_s": 5.0})
+    fleet = Deployment(tmp_path, {"prepare_timeout_s": 4.0})
     try:
         a, b = fleet.engine("a"), fleet.engine("b")
         fleet.check(a)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 from functools import partial
 
 import pytest
@@ -111,7 +110,7 @@ def of_another_content(path):
 
 
 def test_whatever_is_missing_or_damaged_the_engine_is_restored_and_its_bits_are_right(fleet_of, told):
-    fleet = fleet_of()
+    fleet = fleet_of(delivery_timeout_s=2.0)  # a payload that is gone is waited for so long
     fleet.check(fleet.engine("a"))
     pushed(fleet, 2)
     epoch = fleet.record().committed.epoch
@@ -278,7 +277,7 @@ def test_a_node_that_is_closed_meanwhile_leaves_an_engine_that_the_next_one_has_
     late, go_on = held_amid(fleet)
     closing = threading.Thread(target=late.node.close)
     closing.start()
-    time.sleep(0.05)
+    fleet.wait(late.node._agents["late"]._stop.is_set)
     go_on()
     closing.join(WAIT_S)
     assert not closing.is_alive()

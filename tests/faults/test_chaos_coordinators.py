@@ -20,7 +20,7 @@ deployment:
   engines: 1
   coordinators: 2
 faults:
-  - {at: coordinator before CAS of Commit, do: stall, for_s: 4.0}
+  - {at: coordinator before CAS of Commit, do: stall, for_s: 6.0}
   - at: coordinator at OrderOpenApply in refit 2
 """
 

@@ -59,7 +59,7 @@ def harness(tmp_path):
 
 def all_end(harness):
     alive = {pid: state for pid, state in beside(harness.pid).items() if state != "Z"}
-    wait_for(lambda: not {*beside(harness.pid).values()} - {"Z"}, 15, f"still there: {alive}")
+    wait_for(lambda: not {*beside(harness.pid).values()} - {"Z"}, 60, f"still there: {alive}")
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from dcr.control_plane.address import open_control_plane
 from tests.faults.models import Policy
 from tests.faults.thread_fleet import Fleet
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Command:

@@ -9,7 +9,7 @@ from tests.faults.test_coordinator_command import Command
 from tests.faults.test_transports import CALM
 from tests.faults.thread_fleet import Fleet
 
-BOUNDS = {"coordinator": "elsewhere", "leader_lease_s": 4.0, "delivery_timeout_s": 30.0}
+BOUNDS = {"coordinator": "elsewhere", "leader_lease_s": 8.0, "delivery_timeout_s": 30.0}
 
 
 class Placed(Fleet):

@@ -154,6 +154,17 @@ def test_reads_registry_and_leases_pass_over_lost_answers(lossy):
     plane.close()
 
 
+def once_it_answers(act):
+    """What is answered as soon as a server that is back answers in time: a busy machine may keep it from that."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return act()
+        except (ControlPlaneUnavailableError, UnknownOutcomeError):  # a write with its own id is safe to repeat
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_a_server_that_is_away_is_named_in_bounded_time_and_used_again_when_it_is_back(server):
     address = f"{server.address}/run"
     plane = open_control_plane(address, ControlPlaneSettings(busy_timeout_s=1.0))
@@ -164,9 +175,9 @@ def test_a_server_that_is_away_is_named_in_bounded_time_and_used_again_when_it_i
         with pytest.raises(ControlPlaneUnavailableError, match=f"127.0.0.1:{server.port}: nothing listens there"):
             act()
     server.start()
-    assert plane.read("run").operation_id == "a"
-    plane.renew(lease)  # who led before leads on: a lease is not lost by a restart of etcd
-    assert write(plane, 1, "b", lease).revision == 2
+    assert once_it_answers(lambda: plane.read("run")).operation_id == "a"
+    once_it_answers(lambda: plane.renew(lease))  # who led before leads on: a restart of etcd loses no lease
+    assert once_it_answers(lambda: write(plane, 1, "b", lease)).revision == 2
 
     server.stop()
     before = time.monotonic()
@@ -174,7 +185,7 @@ def test_a_server_that_is_away_is_named_in_bounded_time_and_used_again_when_it_i
         plane.read("run")
     assert time.monotonic() - before < 20
     server.go_on()
-    assert plane.read("run").revision == 2
+    assert once_it_answers(lambda: plane.read("run")).revision == 2
     plane.close()
 
 

@@ -23,7 +23,7 @@ def server(tmp_path):
 @pytest.fixture
 def fleet(tmp_path, server):
     create_secret(tmp_path / "run.secret")
-    f = Fleet(tmp_path, {"leader_lease_s": 6.0}, control=f"{server.address}/dcr?secret={tmp_path / 'run.secret'}")
+    f = Fleet(tmp_path, control=f"{server.address}/dcr?secret={tmp_path / 'run.secret'}")
     yield f
     f.close()
 

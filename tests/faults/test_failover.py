@@ -153,7 +153,7 @@ def test_leaders_are_killed_again_and_again_and_no_push_is_lost(fleet_with):
 
 
 def test_a_leader_whose_lease_is_taken_lets_its_owners_go_and_ends_no_push(fleet_with):
-    fleet = fleet_with()
+    fleet = fleet_with({"leader_lease_s": 3.0})  # which it finds out when it is to renew it
     e = fleet.engine("a")
     fleet.check(e)
     control = fleet.refit._control

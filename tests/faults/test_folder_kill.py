@@ -14,6 +14,8 @@ from dcr.delivery.address import open_delivery
 
 UNSHARE = shutil.which("unshare") and subprocess.run(["unshare", "-rm", "true"], check=False).returncode == 0
 
+CYCLES_MAX = 20  # a few are enough, unless the machine has no time for those that are killed
+
 PUTTER = """
 import itertools, os, sys
 from dcr.delivery.address import open_delivery
@@ -33,7 +35,7 @@ def content(key):
 def test_kills_leave_whole_objects_or_none_and_no_staged_files(tmp_path):
     root, rng, acked, tried = tmp_path / "payloads", random.Random(11), set(), set()
     left_staged = 0
-    for cycle in range(4):
+    for cycle in range(CYCLES_MAX):
         putters = [
             subprocess.Popen(
                 [sys.executable, "-c", PUTTER, str(root), f"c{cycle}w{i}"], stdout=subprocess.PIPE, text=True
@@ -60,6 +62,8 @@ def test_kills_leave_whole_objects_or_none_and_no_staged_files(tmp_path):
         for key in tried - keys:  # an owner that lives on would store it again
             delivery.put(key, content(key))
             acked.add(key)
+        if cycle >= 3 and len(acked) > 20 and left_staged:
+            break
     assert len(acked) > 20
     assert left_staged > 0  # otherwise no kill came in the middle, and this shows nothing
 

@@ -1,14 +1,14 @@
 """Faults that were found by trying to break whole deployments; each once went wrong, and is kept."""
 
+import contextlib
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from dcr import PushError, TrainerRefit
+from dcr import PushError, RefitReport, TrainerRefit
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryError
@@ -19,7 +19,7 @@ from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
 from tests.faults.models import Doubled, Policy, Served
-from tests.faults.thread_fleet import Fleet
+from tests.faults.thread_fleet import WAIT_S, Fleet
 
 
 @pytest.fixture
@@ -36,37 +36,41 @@ def refused(call) -> str:
     return str(error.value)
 
 
-class Slow(Doubled):
-    seconds = 0.0
+class Held(Doubled):
+    """Loads nothing while it is not let go on."""
+
+    go = threading.Event()
 
     def load_weights(self, weights):
-        time.sleep(Slow.seconds)
+        assert Held.go.wait(WAIT_S)
         return super().load_weights(weights)
 
 
-def test_the_push_after_one_that_timed_out_is_about_its_own_weights(tmp_path: Path, monkeypatch) -> None:
+def test_the_push_after_one_that_timed_out_is_about_its_own_weights(tmp_path: Path) -> None:
+    Held.go.set()
     fleet = Fleet(tmp_path, {"push_timeout_s": 0.5})
     try:
-        e = fleet.engine("a", Slow)
+        e = fleet.engine("a", Held)
         fleet.check(e)
         fleet.step()
-        monkeypatch.setattr(Slow, "seconds", 1.0)
+        Held.go.clear()
         with pytest.raises(PushTimeoutError):
             fleet.refit.push()
-        monkeypatch.setattr(Slow, "seconds", 0.0)
+        Held.go.set()
         fleet.step()  # push() has returned: other weights
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:  # each try has half a second, on a machine that may be slow
-            try:
-                report = fleet.refit.push()
-                break
-            except PushTimeoutError:
-                continue
-        fleet.version = report.version
-        fleet.states[report.version] = fleet.state()
+        reports: list[RefitReport] = []
+
+        def pushed() -> bool:  # each try has half a second, on a machine that may be slow
+            with contextlib.suppress(PushTimeoutError):
+                reports.append(fleet.refit.push())
+            return bool(reports)
+
+        fleet.wait(pushed)
+        fleet.version = reports[0].version
+        fleet.states[fleet.version] = fleet.state()
         fleet.check(e)
     finally:
-        Slow.seconds = 0.0
+        Held.go.set()
         fleet.close()
 
 
@@ -89,7 +93,7 @@ def test_engines_serve_again_after_a_trainer_that_went_before_a_byte_was_sent(fl
     fleet.check(e)
     never = threading.Event()
     put = type(fleet.refit._delivery).put
-    monkeypatch.setattr(type(fleet.refit._delivery), "put", lambda *_: never.wait(30))  # payloads do not come
+    monkeypatch.setattr(type(fleet.refit._delivery), "put", lambda *_: never.wait(WAIT_S))  # payloads do not come
     fleet.step()
     errors: list[str] = []
     thread = threading.Thread(target=lambda: errors.append(refused(fleet.refit.push)))
@@ -98,7 +102,7 @@ def test_engines_serve_again_after_a_trainer_that_went_before_a_byte_was_sent(fl
     assert e.node.version is None
     never.set()
     fleet.refit.close()
-    thread.join(20)
+    thread.join(WAIT_S)
     assert "closed" in errors[0]
     monkeypatch.setattr(type(fleet.refit._delivery), "put", put)
     held = Policy()
@@ -117,7 +121,7 @@ def test_close_wakes_a_waiting_push_and_nothing_is_pushed_after_it(tmp_path: Pat
     thread.start()
     fleet.wait(lambda: any(s.action == "Wait" for s in fleet.steps))
     fleet.refit.close()
-    thread.join(10)
+    thread.join(WAIT_S)
     assert "closed" in errors[0]
     with pytest.raises(RefusedError, match="closed"):
         fleet.refit.push()
@@ -134,7 +138,7 @@ def test_an_engine_that_lies_about_its_checkpoint_is_restored(fleet: Fleet) -> N
         loaded = False
 
     e = fleet.engine("liar", NeverLoaded)
-    assert e.node.wait_serving(0, 20) == 0
+    assert e.node.wait_serving(0, WAIT_S) == 0
     assert e.bits() == fleet.expected(fleet_twin(fleet, e), 0)
     assert any(s.action == "OpenRestore" for s in fleet.steps)
 

@@ -19,14 +19,14 @@ from dcr.protocol.step import Step
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
-from tests.faults.thread_fleet import Fleet, flip, forge, rewrite, unsealed
+from tests.faults.thread_fleet import WAIT_S, Fleet, flip, forge, rewrite, unsealed
 
 Rewrite = Callable[[Path, Callable[[bytes], bytes]], None]
 
 
 @pytest.fixture
 def fleet(tmp_path: Path):
-    f = Fleet(tmp_path)
+    f = Fleet(tmp_path, {"delivery_timeout_s": 2.0})  # a payload that is lost is waited for so long
     yield f
     f.close()
 
@@ -99,7 +99,7 @@ FAULTS = {
 }
 """What can be wrong with an object, and what a receiver says of it if a process of the run wrote it so."""
 LOSSES = {
-    "a listed payload lost": (lose_payload, "that rank-0 lists did not come in 0.5 s"),
+    "a listed payload lost": (lose_payload, "that rank-0 lists did not come in 2.0 s"),
     "a huge payload": (huge, "536870912 bytes, more than the 268435496 allowed"),
 }
 SEAL = "object .* its seal is missing or wrong"
@@ -130,7 +130,7 @@ def test_a_spoilt_object_fails_the_attempt_by_name_and_the_retry_commits(
 
 
 def test_a_lost_manifest_fails_the_attempt_by_name_and_the_only_engine_is_asked_again(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, {"ack_timeout_s": 1.0, "members_timeout_s": 1.0})
+    fleet = Fleet(tmp_path, {"ack_timeout_s": 3.0, "members_timeout_s": 1.0})
     try:
         e = fleet.engine("a")
         fleet.check(e)
@@ -175,11 +175,12 @@ def test_strangers_at_the_coordinators_port_do_not_disturb_a_push(fleet: Fleet) 
 
     def intrude(_: Step) -> None:
         for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, b""):
-            with socket.create_connection((host, int(port)), 5) as s:
+            with socket.create_connection((host, int(port)), WAIT_S) as s:
                 s.sendall(noise)
         stranger = Spoke(b"w" * 32, Peer("node", "a", 1 << 62), lambda _: None, resolve=lambda: address)
-        with pytest.raises(ChannelTimeoutError, match=r"authenticating|refused"):
-            stranger.wait_connected(0.5)
+        fleet.wait(lambda: re.search("authenticating|refused", stranger.trouble))
+        with pytest.raises(ChannelTimeoutError):
+            stranger.wait_connected(0.1)
         stranger.close()
 
     fleet.once("OpenApply", intrude)
@@ -196,7 +197,7 @@ def test_a_peer_of_the_run_cannot_speak_for_another(fleet: Fleet) -> None:
     address = leader_address(control, "default")
     assert address is not None
     mallory = Spoke(record_secret(secret, "default"), Peer("node", "m", 1), lambda _: None, resolve=lambda: address)
-    mallory.wait_connected(5)
+    mallory.wait_connected(WAIT_S)
     mallory.send(b"\xc1 not a report")
     mallory.send(encode_message(Join("a", 1 << 62, 1, 0, ("add",), StorageState(None, "", ()), (), {})))
     fleet.step()

@@ -277,7 +277,7 @@ def test_an_engine_that_loses_a_rank_is_out_and_the_others_of_its_node_go_on(fle
 
 def test_a_slow_engine_holds_up_no_other_beyond_its_time(fleet_of, node_of):
     """It is evicted by name after ``ack_timeout_s``, although one shared object is all that there is room for."""
-    fleet = fleet_of(ack_timeout_s=1.5, receive_bytes_max=2500, prepare_timeout_s=3.0)
+    fleet = fleet_of(ack_timeout_s=3.0, receive_bytes_max=2500, prepare_timeout_s=3.0, delivery_timeout_s=0.5)
     sharded, one = Sharded(fleet, "sharded"), single(fleet, "one")
     node = node_of(fleet, [sharded, one])
     node.wait_serving(0, WAIT_S)

@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dcr import PushError, RolloutNode, TrainerRefit
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.folder import FolderDelivery
 from dcr.protocol.record import CommitRecord, decode_record
+from dcr.protocol.step import Step
 from dcr.rollout.torch.engine import TorchEngine
 from tests.faults.coordinator_process import CoordinatorProcess
 from tests.faults.models import Policy, Served, dense, stored_bits
@@ -22,6 +24,7 @@ from tests.faults.thread_fleet import SETTINGS, WAIT_S
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "dcr.trainer.torch.refit", "tests.faults.models"])
+ANSWER_S = 120.0
 
 
 class Rank:
@@ -37,8 +40,8 @@ class Rank:
         self._pipe.send(command)
 
     def answer(self) -> Any:
-        if not self._pipe.poll(60):
-            raise TimeoutError("a training rank did not answer in 60 s")
+        if not self._pipe.poll(ANSWER_S):
+            raise TimeoutError(f"a training rank did not answer in {ANSWER_S:g} s")
         return self._pipe.recv()
 
 
@@ -52,11 +55,13 @@ def _train(rank, folder, addresses, pipe) -> None:
     pipe.send(owned)
     while True:
         command, *args = pipe.recv()
-        if command == "kill at payload":
+        if command in ("kill at payload", "hang at payload"):
             (sequence,) = args
 
-            def dying_put(self, key, data, sequence=sequence) -> None:
+            def dying_put(self, key, data, sequence=sequence, command=command) -> None:
                 if key.endswith(f"{sequence:020d}.payload"):
+                    if command == "hang at payload":
+                        threading.Event().wait()  # until it is killed
                     os.kill(os.getpid(), signal.SIGKILL)
                 put(self, key, data)
 
@@ -103,8 +108,14 @@ class Run:
         self.ranks = [Rank(r, folder, self.addresses) for r in (0, 1)]
         self.model = Served()
         self.model.load_weights(self.policy.state_dict().items())
-        self.node = RolloutNode(TorchEngine(self.model, name="a", checkpoint=checkpoint), **self.addresses)
+        self.wrote = threading.Event()
+        engine = TorchEngine(self.model, name="a", checkpoint=checkpoint, observe=self._observe)
+        self.node = RolloutNode(engine, **self.addresses)
         self.owned = [r.answer() for r in self.ranks]
+
+    def _observe(self, done: Step) -> None:
+        if done.action == "EndWrite":
+            self.wrote.set()
 
     def step(self, seed: int, names: set[str]) -> None:
         step(self.policy, seed, names)
@@ -159,15 +170,19 @@ def test_an_owner_killed_in_the_middle_of_its_emission(run: Run, torn: bool) -> 
     committed = {n: t.clone() for n, t in run.policy.state_dict().items()}
     run.check(1, committed)
 
-    # Torn: both ranks emit, and the second dies after its first payload.  Not torn: it alone has something to emit,
-    # and dies before its first payload is delivered.
-    run.ranks[1].send("kill at payload", 1 if torn else 0)
+    # Torn: both ranks emit, and the second dies before its second payload, once the engine has written one.  Not torn:
+    # it alone has something to emit, and dies before its first payload is delivered.
+    run.ranks[1].send(*(("hang at payload", 1) if torn else ("kill at payload", 0)))
     run.step(2, everything if torn else run.owned[1])
+    run.wrote.clear()
     run.push()
+    if torn:
+        assert run.wrote.wait(WAIT_S)
+        run.ranks[1].process.kill()
     error = run.ranks[0].answer()
     assert "owner rank-1 was lost" in error
     assert "time-out: no connection to rank-1" in error
-    run.ranks[1].process.join(10)
+    run.ranks[1].process.join(WAIT_S)
     assert run.ranks[1].process.exitcode == -signal.SIGKILL
     assert run.record().version == 1
 
@@ -175,7 +190,7 @@ def test_an_owner_killed_in_the_middle_of_its_emission(run: Run, torn: bool) -> 
         assert run.node.version is None
         # The trainer starts again, on one rank, from the committed weights: the engine is restored.
         run.ranks[0].process.kill()
-        run.ranks[0].process.join(10)
+        run.ranks[0].process.join(WAIT_S)
         run.policy.load_state_dict(committed)
         with TrainerRefit(run.policy, **run.addresses) as refit:
             run.check(1, committed)
@@ -213,7 +228,7 @@ def test_weights_that_are_no_numbers_on_one_rank_are_refused_on_both_and_nothing
 
 @pytest.fixture
 def run_elsewhere(tmp_path: Path):
-    r = Run(tmp_path, {"coordinator": "elsewhere", "leader_lease_s": 1.0})
+    r = Run(tmp_path, {"coordinator": "elsewhere", "leader_lease_s": 4.0, "owners_timeout_s": 10.0})
     yield r
     r.close()
 

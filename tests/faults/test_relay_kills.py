@@ -11,7 +11,7 @@ from dcr.credentials.authority import create_authority, issue
 from tests.faults.deployment import Deployment
 from tests.faults.engine_process import EngineProcess, Kill
 
-QUICK = "heartbeat_s=0.5&peer_timeout_s=5&connect_timeout_s=5&fan_out=1"
+QUICK = "heartbeat_s=0.5&peer_timeout_s=10&connect_timeout_s=10&fan_out=1"
 
 
 class Relayed(Deployment):

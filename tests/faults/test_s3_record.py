@@ -199,7 +199,7 @@ def test_a_fleet_that_shares_a_bucket_alone(tmp_path, bucket, running_store, cap
     create_secret(secret)
     place = f"s3://{bucket}/run?endpoint={running_store.endpoint}"
     caplog.set_level(logging.WARNING, "dcr")
-    bounds = {"delivery_timeout_s": 30.0, "prepare_timeout_s": 30.0, "event_log": f"{tmp_path}/events"}
+    bounds = {"delivery_timeout_s": 100.0, "ack_timeout_s": 120.0, "event_log": f"{tmp_path}/events"}
     fleet = Fleet(tmp_path, bounds, delivery=place, control=f"{place}&secret={secret}")
     try:
         assert any("kept where there are no leases: that only one coordinator" in line for line in caplog.messages)

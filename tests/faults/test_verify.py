@@ -18,7 +18,7 @@ from dcr.runtime.serving_wait import NodeError
 from tests.faults.test_node_ranks import Sharded, fresh, single
 from tests.faults.thread_fleet import WAIT_S, forge, unsealed
 
-LATE = "no answer within 1 s (the coordinator's verify_timeout_s) of: engine sharded"
+LATE = "no answer within 3 s (the coordinator's verify_timeout_s) of: engine sharded"
 
 
 def ask(fleet, capsys, *more):
@@ -201,7 +201,7 @@ def test_a_transition_that_stopped_and_who_is_not_admitted_are_named(run, node_o
 
 def test_a_difference_is_proven_whatever_is_not_known_of_others(run, capsys):
     """Status 1, and not 3: an engine that differs differs, though another does not answer."""
-    fleet, sharded, one, _ = run(verify_timeout_s=1.0)
+    fleet, sharded, one, _ = run(verify_timeout_s=3.0)
     go = threading.Event()
     sharded.hurt = lambda _: go.wait(WAIT_S)
     dict(one.model.named_parameters())["embed"].data.view(torch.int16)[3, 4] ^= 1
@@ -213,7 +213,7 @@ def test_a_difference_is_proven_whatever_is_not_known_of_others(run, capsys):
 
 
 def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
-    fleet, sharded, _, _ = run(verify_timeout_s=1.0)
+    fleet, sharded, _, _ = run(verify_timeout_s=3.0)
     go = threading.Event()
     sharded.hurt = lambda _: go.wait(WAIT_S)
     status, _, report = ask(fleet, capsys)
@@ -224,24 +224,20 @@ def test_an_engine_that_does_not_answer_is_named_in_time(run, capsys):
     assert [e["engine"] for e in report["engines"]] == ["one"]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
+def test_who_cannot_be_asked_is_said_and_nothing_is_made(run, capsys, tmp_path):
+    run()
+    for control, record, why in (
         ("sqlite://{0}/nothing/record.db", "default", "there is no"),
         ("sqlite://{0}", "default", "there is no"),
         ("sqlite://{0}/record.db.secret", "default", "record.db.secret"),
         ("sqlite://{0}/record.db", "another", "no leader of record 'another' could be reached in 1 s"),
         ("etcd://{0}/record.db", "default", "control plane"),
-    ],
-)
-def test_who_cannot_be_asked_is_said_and_nothing_is_made(run, capsys, tmp_path, asked):
-    control, record, why = asked
-    run()
-    before = sorted(p.name for p in tmp_path.iterdir())
-    arguments = ["--control", control.format(tmp_path), "--record-id", record, "--connect-s", "1", "--json"]
-    assert main(["verify", *arguments]) == 3
-    assert why in capsys.readouterr().err
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    ):
+        before = sorted(p.name for p in tmp_path.iterdir())
+        arguments = ["--control", control.format(tmp_path), "--record-id", record, "--connect-s", "1", "--json"]
+        assert main(["verify", *arguments]) == 3
+        assert why in capsys.readouterr().err
+        assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_only_an_operator_may_ask(run):

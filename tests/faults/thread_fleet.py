@@ -24,17 +24,18 @@ from tests.faults.models import Policy, Served, stored_bits
 SETTINGS: dict[str, Any] = {
     "bucket_bytes": 700,
     "attempt_pause_timeout_s": 0.05,
-    "prepare_timeout_s": 10.0,
-    "ack_timeout_s": 10.0,
-    "fold_timeout_s": 10.0,
-    "restore_timeout_s": 10.0,
-    "members_timeout_s": 10.0,
-    "owners_timeout_s": 5.0,
-    "push_timeout_s": 60.0,
-    "delivery_timeout_s": 0.5,
+    "prepare_timeout_s": 60.0,
+    "ack_timeout_s": 60.0,
+    "fold_timeout_s": 60.0,
+    "restore_timeout_s": 60.0,
+    "members_timeout_s": 30.0,
+    "owners_timeout_s": 60.0,
+    "push_timeout_s": 200.0,
+    "delivery_timeout_s": 30.0,
     "record_poll_s": 0.1,
 }
-WAIT_S = 20.0
+"""A machine that stalls for seconds uses none of these times up; a test of one that runs out sets its own."""
+WAIT_S = 60.0
 SERVED_S = 60.0
 """Until an engine serves what is committed, on a machine that is busy with other things too."""
 

@@ -12,6 +12,7 @@ import vllm_support as support
 from demo.vllm_twin import ENGINE_ARGUMENTS
 
 WAIT_S = 200.0  # a bound; nothing takes a second on a quiet machine
+TRIES = 8  # a busy machine may keep a thread waiting until the request that it is to catch is over
 
 _ids = itertools.count()
 
@@ -54,6 +55,35 @@ def async_llm(loop, checkpoint, **arguments):
             # An import above has kept this frame alive: what it names would be deleted at the interpreter's end, where
             # vLLM's __del__ fails.
             del llm
+
+
+def closed_on(loop, engine, start, in_time):
+    """Close the gate, open at version 0, on a request while it runs.
+
+    Args:
+        loop: of the engine.
+        engine: behind its gate.
+        start: starts a request.
+        in_time: whether it was; otherwise there is another one.
+    """
+    for _ in range(TRIES):
+        request = start()
+        request.wait_tokens(8)
+        engine.close_gate(WAIT_S)
+        on(loop, asyncio.sleep(0.05))  # what was made before is read by then
+        if in_time(request):
+            return request
+        open_again(engine, request)
+    pytest.fail(f"{TRIES} requests were over before the gate was closed")
+
+
+def open_again(engine, *requests):
+    """After a try that came too late."""
+    engine.close_gate(WAIT_S)
+    engine.reset_caches()
+    engine.open_gate(0)
+    for request in requests:
+        request.result()
 
 
 def places(worker):

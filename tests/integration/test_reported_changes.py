@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from dataclasses import asdict
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dcr import RolloutNode, TrainerRefit
+from dcr.chaos.servers import free_ports
 from dcr.rollout.torch.engine import TorchEngine
 
 SIZES = (14, 9)
@@ -80,9 +80,7 @@ def rank_main(rank, port, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     mp.start_processes(rank_main, (port, str(folder)), nprocs=2, start_method="spawn")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 

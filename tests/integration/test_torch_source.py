@@ -4,7 +4,6 @@ The ranks write what they saw into files; the judging is done here, from the gat
 """
 
 import os
-import socket
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from dcr.chaos.servers import free_ports
 from dcr.data_plane.bits import bit_view
 from dcr.data_plane.content_digest import ContentDigest
 from dcr.protocol.errors import RefusedError
@@ -251,9 +251,7 @@ def rank_main(rank, ranks, port, cases, folder):
 
 def run_ranks(ranks, cases, folder):
     mp.set_forkserver_preload([__name__, "transformers.models.qwen3_moe.modeling_qwen3_moe"])  # imported once for all
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     mp.start_processes(rank_main, (ranks, port, tuple(cases), str(folder)), nprocs=ranks, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
 

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from async_vllm import WAIT_S, Request, async_llm, on, running_loop
+from async_vllm import TRIES, WAIT_S, Request, async_llm, on, running_loop
 from vllm_fleet import Fleet
 from vllm_support import LONG_PROMPT, PROMPTS, TOKENS
 
@@ -29,7 +29,7 @@ def test_two_ranks_follow_the_trainer_under_a_running_request(tmp_path, twin, on
         assert engine.ranks == ("0", "1")
         node = dcr.RolloutNode(engine, **fleet.addresses)
         try:
-            for version in (1, 2):
+            for version in range(1, TRIES):
                 fleet.change(0.05)
                 request = None
                 if version > 1:
@@ -44,14 +44,16 @@ def test_two_ranks_follow_the_trainer_under_a_running_request(tmp_path, twin, on
                 after = Request(loop, engine, LONG_PROMPT)
                 assert after.result().versions == (version,)
                 assert after.tokens == said["tokens"][0]
+                if request is not None and (on_close == "wait" or len(request.spans()) > 1):
+                    break  # on a busy machine it may be over before the refit that it is to span
             spans = request.spans()
             assert len(request.tokens) == MANY
             if on_close == "wait":
                 assert spans == [(1, 0, MANY)]
                 return
             (_, _, at), (last, _, end) = spans
-            assert (spans[0][0], last, end) == (1, 2, MANY)
-            goes_on = twin.ask(fleet.checkpoint(2), [[*PROMPT, *request.tokens[:at]]], tensor_parallel_size=2)
+            assert (spans[0][0], last, end) == (version - 1, version, MANY)
+            goes_on = twin.ask(fleet.checkpoint(version), [[*PROMPT, *request.tokens[:at]]], tensor_parallel_size=2)
             kept = request.tokens[at : at + TOKENS]
             assert kept == goes_on["tokens"][0][: len(kept)]
         finally:

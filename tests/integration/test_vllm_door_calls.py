@@ -51,7 +51,7 @@ class Door:
         self.sent = {}
 
     def init_weight_transfer_engine(self, given):
-        self.engine.init_transfer_engine(self.engine.init_info_cls(**given, delivery_timeout_s=2.0))
+        self.engine.init_transfer_engine(self.engine.init_info_cls(**given, delivery_timeout_s=60.0))
 
     def update_weights(self, update):
         self.sent = update
@@ -94,7 +94,7 @@ def test_an_update_that_is_sent_again_is_acknowledged_again(door, sender_of):
     door.start_weight_update()
     started = time.monotonic()
     door.update_weights(door.sent)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 30  # of 60
     door.finish_weight_update()
     assert stored_bits(door.model) == expected
     older = door.sent

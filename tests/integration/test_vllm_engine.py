@@ -37,19 +37,13 @@ def stock(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def twin(stock):
-    with support.twin() as twin:
-        yield twin
-
-
-@pytest.fixture(scope="module")
 def fresh(checkpoints, twin):
     """What a fresh engine on each checkpoint holds and answers."""
     return [twin.ask(checkpoint, BATCH) for checkpoint in checkpoints]
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoints, twin):  # after the twin, so that the slow imports of both run side by side
+def llm(checkpoints, stock):  # which has begun to start, so that the slow imports of both run side by side
     """A real engine on the first checkpoint, its core in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in support.ENVIRONMENT.items():
@@ -172,13 +166,21 @@ def test_reset_that_vllm_cannot_do_is_an_error(engine, llm):
     engine.reset_caches()
 
 
-def test_drain_time_out_names_engine_and_stage_and_requests_finish(engine, fresh):
+def test_drain_time_out_names_engine_and_stage_and_requests_finish(engine, fresh, monkeypatch):
+    go, step = threading.Event(), engine._step
+
+    def held(ids):
+        assert go.wait(DRAIN_S)
+        return step(ids)
+
+    monkeypatch.setattr(engine, "_step", held)
     thread, answers = running(engine, BATCH, 48)
     with pytest.raises(GateTimeoutError, match="engine node-a/0: closing the gate, 1 requests still running"):
         engine.close_gate(0.0)
     assert engine.version is None
     with pytest.raises(RefusedError, match="closed and drained"):
         engine.reset_caches()
+    go.set()
     engine.close_gate(DRAIN_S)
     thread.join(DRAIN_S)
     assert answers[0].version == 0
@@ -204,24 +206,26 @@ def test_a_token_id_that_the_model_does_not_have_ends_no_engine(engine, token):
 
 def test_a_request_that_is_interrupted_while_it_is_handed_over_does_not_run_on(engine, llm, monkeypatch):
     """As by a Ctrl-C in a notebook: what ran on behind a closed gate would read weights that are being written."""
-    enqueue = llm.enqueue
+    enqueue, interrupted = llm.enqueue, threading.Event()
 
-    def slow(*args, **kwargs):
-        time.sleep(0.3)
+    def slow(*args, **kwargs):  # in a thread of the engine's
+        deadline = time.monotonic() + DRAIN_S
+        while not interrupted.wait(0.05) and time.monotonic() < deadline:  # one may come just before the wait begins
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         return enqueue(*args, **kwargs)
 
     def interrupt(*_):
-        raise KeyboardInterrupt
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(llm, "enqueue", slow)
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[1, 2, 3]] * 3, parameters(120))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGUSR1, before)
     engine.close_gate(DRAIN_S)
     engine.reset_caches()  # after the requests, in vLLM's one thread
     assert not llm.llm_engine.has_unfinished_requests()

@@ -30,12 +30,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def twin():
-    with support.twin() as twin:
-        yield twin
-
-
 @pytest.fixture
 def fleet_of(tmp_path):
     fleets = []

@@ -50,7 +50,7 @@ def refused(server, run, alone):
     settings = {"restores_max": 1, "members_timeout_s": 1.0}
     addresses = {"control": f"sqlite://{run}/record.db", "delivery": f"file://{run}/payloads"}
     with dcr.TrainerRefit(other, **addresses, settings=settings):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not server.get("/dcr/status")[1]["failed"]:
             assert time.monotonic() < deadline, server.get("/dcr/status")
             time.sleep(0.1)
@@ -92,7 +92,7 @@ def test_a_server_whose_engine_was_refused_is_not_well_and_says_why(refused):
 
 def test_a_web_socket_is_refused(server):
     upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
-    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=10)
+    connection = HTTPConnection(server.address.removeprefix("http://"), timeout=60)
     connection.request("GET", "/v1/realtime", headers={**upgrade, "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="})
     assert connection.getresponse().status == 403
 
@@ -113,5 +113,5 @@ def test_the_secret_of_the_run_is_nowhere_in_what_it_says(server, run, alone, re
 def test_nothing_outlives_the_supervisor_when_it_is_killed(server, refused):
     assert len(server.alive()) >= 4  # supervisor, server, engine core, worker
     os.kill(server.pid, signal.SIGKILL)
-    assert server.ended(5) == -signal.SIGKILL
-    server.wait_gone(5.0)
+    assert server.ended(30) == -signal.SIGKILL
+    server.wait_gone(30.0)

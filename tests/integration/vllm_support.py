@@ -110,7 +110,7 @@ class Twin:
 
     def close(self):
         if self._process is not None:
-            self._process.communicate(timeout=30)  # the end of its input ends it
+            self._process.communicate(timeout=200)  # the end of its input ends it
             self._process = None
 
 
