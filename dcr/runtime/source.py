@@ -81,7 +81,7 @@ class Source(Protocol):
 
         Until ``hold`` the copy is what ``changes``, ``nonfinite`` and ``fold`` take for the weights; the next snapshot
         is taken into the same memory.  Not while one of these reads it.  DcrError if the weights are not what this
-        source was made for; there is no snapshot then.
+        source was made for.
         """
         ...
 

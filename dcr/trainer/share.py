@@ -153,8 +153,8 @@ class Share:
             look: finds the live tensors, or refuses.
 
         Raises:
-            RefusedError: a live tensor has another dtype or number of elements than the tracked one; what ``look``
-                raises.  There is no snapshot then.
+            RefusedError: what ``look`` raises, and then a snapshot before this one stays; or a live tensor has another
+                dtype or number of elements than the tracked one, and then there is none.
         """
         live = look()
         snapshot, self._snapshot = self._snapshot or Snapshot(), None  # a copy that ends half-way is no candidate

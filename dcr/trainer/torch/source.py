@@ -146,7 +146,7 @@ class TorchSource:
         """Pin the candidate by a copy of the live weights; not collective.  See ``Share.snapshot``.
 
         Raises:
-            RefusedError: if the model's tensors are not the ones this source was made for; there is no snapshot then.
+            RefusedError: if the model's tensors are not the ones this source was made for; nothing was changed.
         """
         self._share.snapshot(self._look)
 
