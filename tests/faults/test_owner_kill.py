@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from dcr import PushError, RolloutNode, TrainerRefit
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.folder import FolderDelivery
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.rollout.torch.engine import TorchEngine
 from tests.faults.coordinator_process import CoordinatorProcess
@@ -36,6 +38,9 @@ class Rank:
     def send(self, *command: Any) -> None:
         self._pipe.send(command)
 
+    def silent(self, seconds: float) -> bool:
+        return not self._pipe.poll(seconds)
+
     def answer(self) -> Any:
         if not self._pipe.poll(60):
             raise TimeoutError("a training rank did not answer in 60 s")
@@ -49,6 +54,9 @@ def _train(rank, folder, addresses, pipe) -> None:
     refit = TrainerRefit(policy, **addresses)
     put = FolderDelivery.put
     owned = {name for (name, _), owner in refit.source.ownership.owner.items() if owner == rank}
+    changes, stepped = refit.source.changes, threading.Event()
+    refit.source.changes = lambda kind: (stepped.wait(30), changes(kind))[1]  # type: ignore[method-assign]
+    stepped.set()
     pipe.send(owned)
     while True:
         command, *args = pipe.recv()
@@ -68,6 +76,21 @@ def _train(rank, folder, addresses, pipe) -> None:
         elif command == "push":
             try:
                 report = refit.push()
+                pipe.send((report.version, report.kind))
+            except PushError as e:
+                pipe.send(str(e))
+        elif command == "begin":
+            stepped.clear()
+            try:
+                pending = refit.begin_push()
+                pipe.send("begun")
+                step(policy, *args)
+            except RefusedError as e:
+                pipe.send(str(e))
+            stepped.set()
+        elif command == "result":
+            try:
+                report = pending.result()
                 pipe.send((report.version, report.kind))
             except PushError as e:
                 pipe.send(str(e))
@@ -105,6 +128,7 @@ class Run:
         self.model.load_weights(self.policy.state_dict().items())
         self.node = RolloutNode(TorchEngine(self.model, name="a", checkpoint=checkpoint), **self.addresses)
         self.owned = [r.answer() for r in self.ranks]
+        self._steps = 0
 
     def step(self, seed: int, names: set[str]) -> None:
         step(self.policy, seed, names)
@@ -119,6 +143,21 @@ class Run:
     def push(self) -> None:
         for r in self.ranks:
             r.send("push")
+
+    def begin(self) -> dict[str, torch.Tensor]:
+        """A push of a snapshot, after which every rank changes every weight before it is read; what was pushed."""
+        pushed = {n: t.clone() for n, t in self.policy.state_dict().items()}
+        self._steps += 1
+        everything = self.owned[0] | self.owned[1]
+        step(self.policy, 100 + self._steps, everything)
+        for r in self.ranks:
+            r.send("begin", 100 + self._steps, everything)
+        return pushed
+
+    def answers(self, command: str = "") -> list[Any]:
+        for r in self.ranks if command else ():
+            r.send(command)
+        return [r.answer() for r in self.ranks]
 
     def check(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         assert self.node.wait_serving(version, WAIT_S) == version
@@ -209,6 +248,45 @@ def test_weights_that_are_no_numbers_on_one_rank_are_refused_on_both_and_nothing
         run.check(1, dict(run.policy.state_dict()))
     finally:
         run.close()
+
+
+def test_ranks_copy_together_or_not_at_all_and_what_they_copied_is_served(run: Run) -> None:
+    first, second = run.ranks
+    before = run.record()
+    run.step(1, run.owned[0] | run.owned[1])
+    stopped = second.process.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)  # it comes late
+    pushed = run.begin()
+    assert first.silent(0.5)
+    assert run.record() == before
+    os.kill(stopped, signal.SIGCONT)
+    assert run.answers() == ["begun", "begun"]
+    assert run.answers("result") == [(1, "relative")] * 2
+    run.check(1, pushed)
+
+    pushed = run.begin()  # the weights that training went on to
+    assert run.answers() == ["begun", "begun"]
+    first.send("result")
+    assert first.answer() == (2, "relative")
+    run.check(2, pushed)
+    run.begin()
+    refused = run.answers()  # on the second rank the last push is pending still
+    assert refused[0] == refused[1]
+    assert refused[0].startswith("rank 1: rank-1: the push that begin_push() began last is pending")
+    assert run.record().version == 2
+    second.send("result")
+    assert second.answer() == (2, "relative")
+
+    second.send("kill at payload", 1)
+    run.begin()
+    assert run.answers() == ["begun", "begun"]
+    first.send("result")
+    error = first.answer()
+    assert "owner rank-1 was lost" in error
+    assert "time-out: no connection to rank-1" in error
+    assert run.record().version == 2
+    assert run.node.version is None  # torn
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dcr.delivery.interface import Delivery
 from dcr.protocol.errors import DcrError
 from dcr.runtime.fleet_status import FleetStatus
-from dcr.runtime.offer import PushTimeoutError
+from dcr.runtime.offer import Offer, PushTimeoutError
 from dcr.runtime.owner_host import OwnerHost
 from dcr.trainer.torch.refit_report import RefitReport, report_of
 
@@ -23,16 +23,16 @@ class PendingPush:
     """What ``begin_push`` returns on every rank; ``result`` is to be called on every rank, before the next push."""
 
     def __init__(
-        self, host: OwnerHost, delivery: Delivery, fleet: Callable[[], FleetStatus | None], *, dense: bool
+        self, host: OwnerHost, offer: Offer, delivery: Delivery, fleet: Callable[[], FleetStatus | None]
     ) -> None:
         self._host = host
+        self._offer = offer
         self._delivery = delivery
         self._fleet = fleet
         self._began, self._before = time.perf_counter(), delivery.traffic
         self._wall_s, self._traffic = 0.0, self._before
         self._told = False
-        self._offer = host.offer(dense=dense)
-        self._offer.when_ended(self._ended)
+        offer.when_ended(self._ended)
 
     @property
     def done(self) -> bool:
@@ -76,10 +76,6 @@ class PendingPush:
         if outcome.error:
             raise PushError(outcome.error)
         return report_of(outcome, self._wall_s, self._traffic)
-
-    def give_up(self, why: DcrError) -> None:
-        """Take the candidate back, if the push has not ended."""
-        self._host.give_up(self._offer, why)
 
     def _ended(self) -> None:
         self._wall_s = time.perf_counter() - self._began

@@ -23,6 +23,7 @@ from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.event_log import event_folder
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.offer import Offer
 from dcr.runtime.operator import intervene
 from dcr.runtime.owner_host import OwnerHost
 from dcr.runtime.progress_log import ProgressLog, Steps, Stuck
@@ -182,12 +183,12 @@ class Refit:
         self._host.release()
         self._host.hold()
         self._prepare()
-        push = self._offer(dense=dense)
+        offer = self._host.offer(dense=dense)
         try:
-            return push.result()
+            return self._told_of(offer).result()
         finally:
             # A push that is interrupted takes its candidate back.
-            push.give_up(RefusedError(f"{self._source.owner}: push() was interrupted"))
+            self._host.give_up(offer, RefusedError(f"{self._source.owner}: push() was interrupted"))
 
     def begin_push(self, *, dense: bool = False) -> PendingPush:
         """Copy the present weights, and bring every engine to the copy; weights may change as soon as this returns.
@@ -215,7 +216,7 @@ class Refit:
         self._ranks.together(ready)
         self._prepare()
         self._ranks.together(self._host.snapshot)
-        self._pending = self._offer(dense=dense)
+        self._pending = self._told_of(self._host.offer(dense=dense))
         return self._pending
 
     def _prepare(self) -> None:
@@ -229,8 +230,8 @@ class Refit:
                 "every rank"
             )
 
-    def _offer(self, *, dense: bool) -> PendingPush:
-        return PendingPush(self._host, self._delivery, lambda: self._fleet, dense=dense)
+    def _told_of(self, offer: Offer) -> PendingPush:
+        return PendingPush(self._host, offer, self._delivery, lambda: self._fleet)
 
     @property
     def status(self) -> TrainerStatus:
