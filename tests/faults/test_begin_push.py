@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dcr import PushError, PushPendingError
+from dcr.cli.main import main
 from dcr.data_plane.bits import bit_view
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import Direction
@@ -183,6 +184,20 @@ def test_a_stopped_transition_is_turned_back_or_abandoned_although_the_weights_a
         fleet.check(a)
 
 
+def test_a_push_that_waits_for_the_operator_goes_on_with_the_copy(fleet_of):
+    fleet = fleet_of(attempts_max=1, stopped_push="wait")
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.step(rate=0.5)
+    with Trainer(fleet) as trainer:
+        fleet.once("OpenApply", lambda step: rewrite(fleet.objects(step.epoch)[-1], flip))
+        pending = trainer.begin()
+        fleet.wait(lambda: (tr := fleet.record().open) is not None and tr.stopped)
+        assert main(["transition", "resume", "--control", fleet.addresses["control"]]) == 0
+        assert trainer.committed(pending.result()).kind == "absolute"
+        fleet.check(a)
+
+
 def test_numbers_are_looked_for_in_the_copy_and_a_refused_push_leaves_nothing_behind(fleet_of):
     fleet = fleet_of(refuse_nonfinite=True)
     a = fleet.engine("a")
@@ -213,10 +228,7 @@ def test_one_push_at_a_time_and_its_end_is_to_be_heard(fleet):
         assert not pending.done
         with pytest.raises(RefusedError, match=r"rank-0: .* is pending: take its result\(\) first, on every rank"):
             fleet.refit.begin_push()
-        main = threading.main_thread().ident
-        threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            pending.result()
+        interrupted(pending)
         goes_on.set()  # an interrupt ends the wait, and not the push
         fleet.wait(lambda: pending.done)
         with pytest.raises(RefusedError, match="is pending"):
@@ -226,6 +238,18 @@ def test_one_push_at_a_time_and_its_end_is_to_be_heard(fleet):
     fleet.step()
     fleet.push()
     fleet.check(a)
+
+
+def interrupted(pending):
+    """As Ctrl-C does, even where whoever started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        main_thread = threading.main_thread().ident
+        threading.Timer(0.2, lambda: signal.pthread_kill(main_thread, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            pending.result()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_closing_gives_a_pending_push_up_and_its_memory_back(fleet):

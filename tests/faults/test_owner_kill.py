@@ -252,6 +252,7 @@ def test_weights_that_are_no_numbers_on_one_rank_are_refused_on_both_and_nothing
 
 def test_ranks_copy_together_or_not_at_all_and_what_they_copied_is_served(run: Run) -> None:
     first, second = run.ranks
+    run.check(0, dict(run.policy.state_dict()))
     before = run.record()
     run.step(1, run.owned[0] | run.owned[1])
     stopped = second.process.pid
