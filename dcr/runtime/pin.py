@@ -55,8 +55,11 @@ class Pin:
         A push that has timed out may have been committed all the same, and its fold be on its way: with other weights
         the baseline would be lost.  It is, and the next push dense, if that takes longer than ``fold_timeout_s``.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline, told = time.monotonic() + self._timeout_s, ""
         while self._copied and (why := self._why_needed()):
+            if why != told:
+                told = why
+                _log.info("%s waits before its next push, at most %g s: %s", self._source.owner, self._timeout_s, why)
             if time.monotonic() >= deadline:
                 _log.warning(
                     "%s goes on to the next push after %g s although %s", self._source.owner, self._timeout_s, why

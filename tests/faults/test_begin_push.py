@@ -277,8 +277,7 @@ def test_closing_gives_a_pending_push_up_and_its_memory_back(fleet):
 
 
 @pytest.mark.parametrize("next_push", ["begin_push", "push"])
-def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_the_next(fleet_of, next_push):
-    fleet = fleet_of(push_timeout_s=1.0)
+def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_the_next(fleet, next_push):
     a = fleet.engine("a")
     fleet.check(a)
     fleet.step()
@@ -286,7 +285,10 @@ def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_t
         timed_out = threading.Event()
         fleet.once("Publish", lambda _: (fleet.wait(timed_out.is_set), time.sleep(0.3)))
         pending = trainer.begin()
-        with pytest.raises(PushTimeoutError, match=r"push 1 has no outcome after 1\.0 s"):
+        fleet.wait(lambda: "Publish" in actions(fleet))
+        pending._offer._deadline = time.monotonic()  # as if push_timeout_s were over
+        fleet.wait(lambda: pending.done)
+        with pytest.raises(PushTimeoutError, match=r"push 1 has no outcome after 60\.0 s"):
             pending.result()
         fleet.version, fleet.states[1] = 1, trainer.pushed
     fleet.step()
