@@ -15,6 +15,7 @@ from dcr.data_plane.bits import bit_view
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import Direction
 from dcr.runtime.offer import PushTimeoutError
+from tests.faults.coordinator_process import Point
 from tests.faults.deployment import Deployment
 from tests.faults.engine_process import Kill
 from tests.faults.models import Doubled, dense
@@ -298,6 +299,23 @@ def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_t
         with Trainer(fleet) as trainer:
             report = trainer.committed(trainer.begin().result())
     assert (report.kind, report.version) == ("relative", 2)  # the baseline was not lost
+    fleet.check(a)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", [("after", "OpenAttempt"), ("step", "OrderOpenApply"), ("after", "Commit")])
+def test_a_standby_ends_the_push_of_a_copy_whose_leader_was_killed(fleet_with, point):
+    fleet = fleet_with(point=Point(*point))
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.standby("another")
+    fleet.step()
+    with Trainer(fleet) as trainer:
+        trainer.committed(trainer.begin().result())
+        assert fleet.coordinators[0].wait_ended() == -signal.SIGKILL
+        fleet.check(a)
+    fleet.step()
+    assert fleet.push().kind == "relative"  # the copy was folded
     fleet.check(a)
 
 
