@@ -180,7 +180,8 @@ class OwnerHost:
         self._pin.snapshot()
 
     def hold(self) -> None:
-        """What is offered next stays as it is until its push has ended."""
+        """Let go of a snapshot: what is offered next stays as it is until its push has ended."""
+        self.release()
         self._pin.hold()
 
     def offer(self, *, dense: bool = False) -> Offer:

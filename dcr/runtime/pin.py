@@ -83,10 +83,9 @@ class Pin:
         Raises:
             RefusedError: the candidate before them is still read.
         """
-        if self._copied:
-            with self._taken():
-                self._source.hold()
-                self._copied = False
+        with self._taken():
+            self._source.hold()
+            self._copied = False
 
     def _why_needed(self) -> str:
         answer: Future[str] = Future()

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from dcr import PushError, RolloutNode, TrainerRefit
 from dcr.control_plane.address import open_control_plane
+from dcr.data_plane.tracker import Tracker
 from dcr.delivery.folder import FolderDelivery
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import CommitRecord, decode_record
@@ -84,10 +85,17 @@ def _train(rank, folder, addresses, pipe) -> None:
             try:
                 pending = refit.begin_push()
                 pipe.send("begun")
-                step(policy, *args)
             except RefusedError as e:
                 pipe.send(str(e))
+            step(policy, *args)
             stepped.set()
+        elif command == "no memory":
+
+            def fail(*_, copy=Tracker.copy) -> None:
+                Tracker.copy = copy  # type: ignore[method-assign]
+                raise MemoryError("nothing left")
+
+            Tracker.copy = fail  # type: ignore[method-assign]
         elif command == "result":
             try:
                 report = pending.result()
@@ -279,14 +287,22 @@ def test_ranks_copy_together_or_not_at_all_and_what_they_copied_is_served(run: R
     second.send("result")
     assert second.answer() == (2, "relative")
 
+    second.send("no memory")
+    run.begin()
+    assert run.answers() == ["rank 1: MemoryError: nothing left"] * 2
+    run.push()  # of the live weights, although there is a copy on the first rank
+    assert run.answers() == [(3, "relative")] * 2
+    run.check(3, dict(run.policy.state_dict()))
+
     second.send("kill at payload", 1)
+    run.step(2, run.owned[0] | run.owned[1])
     run.begin()
     assert run.answers() == ["begun", "begun"]
     first.send("result")
     error = first.answer()
     assert "owner rank-1 was lost" in error
     assert "time-out: no connection to rank-1" in error
-    assert run.record().version == 2
+    assert run.record().version == 3
     assert run.node.version is None  # torn
 
 

@@ -147,7 +147,8 @@ class Refit:
                 )
             )
             opened.callback(self._host.close)
-            self._pending: PendingPush | None = None
+            self._pending: PendingPush | None = None  # of begin_push, the last one
+            self._copies = False  # whether there may be a copy on any rank
             self._stopped = StoppedPush(source.owner, record_id, self._control, secret, settings)
             self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
             opened.callback(self._progress.close)
@@ -176,12 +177,14 @@ class Refit:
                 transition); it is enough to say so on the first rank.
 
         Raises:
+            RefusedError: ``begin_push`` was called, and its ``result()`` was not taken; or the refit is closed.
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome in time.
         """
         self._refuse_pending()
-        self._host.release()
-        self._host.hold()
+        if self._copies:
+            self._ranks.together(self._host.hold)
+            self._copies = False
         self._prepare()
         offer = self._host.offer(dense=dense)
         try:
@@ -205,7 +208,7 @@ class Refit:
 
         Raises:
             RefusedError: on every rank alike, and no push began: ``result()`` of the last one was not taken, its
-                candidate is still read, or the weights cannot be copied.
+                candidate is still read, or a rank cannot copy its weights (one rank alone raises what it met).
             RanksLostError: a rank is gone, or did not come.
         """
 
@@ -215,6 +218,7 @@ class Refit:
 
         self._ranks.together(ready)
         self._prepare()
+        self._copies = True
         self._ranks.together(self._host.snapshot)
         self._pending = self._told_of(self._host.offer(dense=dense))
         return self._pending
