@@ -287,12 +287,14 @@ def test_ranks_copy_together_or_not_at_all_and_what_they_copied_is_served(run: R
     second.send("result")
     assert second.answer() == (2, "relative")
 
+    run.push()  # of the live weights, which gives both copies back
+    assert run.answers() == [(3, "relative")] * 2
     second.send("no memory")
     run.begin()
     assert run.answers() == ["rank 1: MemoryError: nothing left"] * 2
     run.push()  # of the live weights, although there is a copy on the first rank
-    assert run.answers() == [(3, "relative")] * 2
-    run.check(3, dict(run.policy.state_dict()))
+    assert run.answers() == [(4, "relative")] * 2
+    run.check(4, dict(run.policy.state_dict()))
 
     second.send("kill at payload", 1)
     run.step(2, run.owned[0] | run.owned[1])
@@ -302,7 +304,7 @@ def test_ranks_copy_together_or_not_at_all_and_what_they_copied_is_served(run: R
     error = first.answer()
     assert "owner rank-1 was lost" in error
     assert "time-out: no connection to rank-1" in error
-    assert run.record().version == 3
+    assert run.record().version == 4
     assert run.node.version is None  # torn
 
 
