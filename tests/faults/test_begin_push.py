@@ -277,7 +277,7 @@ def test_closing_gives_a_pending_push_up_and_its_memory_back(fleet):
     fleet.check(a)
 
 
-@pytest.mark.parametrize("next_push", ["begin_push", "push"])
+@pytest.mark.parametrize("next_push", ["begin_push", pytest.param("push", marks=pytest.mark.long)])
 def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_the_next(fleet, next_push):
     a = fleet.engine("a")
     fleet.check(a)

@@ -57,7 +57,7 @@ REFITS = st.fixed_dictionaries(
 CASES = (st.lists(REFITS, min_size=1, max_size=3), st.sampled_from([29, 1 << 22]))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(*CASES)
 def test_steps_between_refits_and_within_them(refits, chunk_elements):
     judge(refits, chunk_elements)
