@@ -19,7 +19,8 @@ from dcr.data_plane.index_map import Box, IndexMap
 from dcr.data_plane.item import TensorSpec
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.identity import Kind
-from dcr.trainer.share import Live, OwnedShard, Share
+from dcr.trainer.share import OwnedShard, Share
+from dcr.trainer.snapshot import Live
 
 NAME = "fold"
 RATES = (0.01, 0.03, 0.05)

@@ -1,6 +1,7 @@
 """A whole refit between tensors of one device: a trainer and an engine in one process, through store and record."""
 
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def rows(device: torch.device, layers: int, wide: int, rates: Iterable[float]) -
                     step(trained, rate)
                     report = refit.push()
                     node.wait_serving(report.version, timeout_s=60)
-                    exact = _same(trained, model, Served(layers, wide, device))
+                    exact = _same(trained.state_dict(), model, Served(layers, wide, device))
                     if not number:
                         yield Row("refits: the first one leaves the bits of a dense load", float(exact), "", aim=1.0)
                         continue
@@ -90,12 +91,24 @@ def rows(device: torch.device, layers: int, wide: int, rates: Iterable[float]) -
                     yield Row(f"{what}: payload", share, "% of checkpoint", paper=paper, at_least=False)
                     for stage, seconds in report.stages.items():
                         yield Row(f"{what}: {stage}", seconds, "s")
+                for copy in ("first copy", "next copy"):
+                    step(trained, 0.03)
+                    wanted = {name: weight.to("cpu", copy=True) for name, weight in trained.state_dict().items()}
+                    began = time.perf_counter()
+                    pending = refit.begin_push()
+                    copied_s = time.perf_counter() - began
+                    step(trained, 1.0)
+                    node.wait_serving(pending.result().version, timeout_s=60)
+                    exact = _same(wanted, model, Served(layers, wide, device))
+                    what = f"{copy} of {size / 1e9:.2f} GB (begin_push), weights stepped at once"
+                    yield Row(f"{what}: bits of a dense load", float(exact), "", aim=1.0)
+                    yield Row(f"{what}: begin_push", size / copied_s / 1e9, "GB/s of checkpoint")
             finally:
                 node.close()
 
 
-def _same(trained: nn.Module, served: Served, twin: Served) -> bool:
+def _same(trained: dict[str, torch.Tensor], served: Served, twin: Served) -> bool:
     """Whether storage has the bits of a model that was loaded densely and never touched."""
-    twin.load_weights(trained.state_dict().items())
+    twin.load_weights(trained.items())
     pairs = zip(served.fused, twin.fused, strict=True)
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)

@@ -80,6 +80,9 @@ STAGES = {
     "encode": "detection and encoding",
     "deliver": "detection, encoding and delivery",
     "fold": "fold",
+    "copy": "the copy of a candidate (begin_push), made first",
+    "copy again": "the copy of the next one, into the same memory",
+    "copied": "detection, encoding and delivery of the copy",
     "prewarm": "prewarm",
     "receive": "reception",
     "decode": "reception and decoding",
@@ -87,7 +90,7 @@ STAGES = {
     "read back": "readback",
 }
 NOT_MEASURED = (
-    "a GPU, and the pinned host memory that copies from it need",
+    "a GPU, and the pinned host memory that copies from it need, for a snapshot a chunk's",
     "the node agent's shared memory (receive_bytes_max) and staged payloads (stage_bytes_max), which have bounds",
     "several ranks, whose projection is learned from gathered tensors",
     "memory that numba's compiler takes once in a process; kernels are compiled before the first stage",
@@ -211,6 +214,14 @@ def lead(model: Weights, layout: str, rate: float, folder: Path) -> dict[str, An
     assert digest is not None
     with peaks.stage("fold"):
         source.fold(digest)
+    model.step(rate)
+    with peaks.stage("copy"):
+        source.snapshot()
+    with peaks.stage("copy again"):
+        source.snapshot()
+    with peaks.stage("copied"):
+        emit(source, Kind.RELATIVE, 5, dropped)
+    source.hold()
     specs = [(spec.name, list(spec.shape)) for spec in source.specs]
     return {"peaks": peaks.found, "held": held, "digest": digest.hex(), "specs": specs}
 
@@ -311,6 +322,9 @@ def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
         "encode": changed + bucket,
         "deliver": changed + bucket,
         "fold": changed,
+        "copy": owner["bytes"],
+        "copy again": 0,
+        "copied": changed + bucket,
         "prewarm": 0,
         "receive": BUCKET_BYTES,
         "decode": bucket,
@@ -322,6 +336,9 @@ def rows_of(megabytes: int, layout: str, rate: float) -> Iterator[Row]:
         return Row(f"{claim}: {what}", measured / MEGABYTE, "MB", aim=(bound + NOISE) / MEGABYTE, at_least=False)
 
     yield row("owner holds, beside the live weights", owner["held"], owner["bytes"])
+    peaks = owner["peaks"]
+    more = peaks["copy"] + peaks["copied"] - max(peaks["deliver"], peaks["fold"])
+    yield row("owner, what a push by begin_push needs beyond one by push", more, owner["bytes"])
     for side, found in (("owner", owner), ("receiver", receiver)):
         for stage, peak in found["peaks"].items():
             yield row(f"{side}, {STAGES[stage]}", peak, bounds[stage])

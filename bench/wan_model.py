@@ -111,6 +111,12 @@ class Trained:
     def nonfinite(self) -> Mapping[str, NonFinite]:  # noqa: D102
         return self._share.nonfinite(lambda: self._rows.__getitem__)
 
+    def snapshot(self) -> None:  # noqa: D102
+        self._share.snapshot(lambda: self._rows.__getitem__)
+
+    def hold(self) -> None:  # noqa: D102
+        self._share.hold()
+
     def fold(self, expected: ContentDigest) -> None:  # noqa: D102
         self._share.fold(expected, lambda: self._rows.__getitem__)
 

@@ -9,14 +9,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcr.rollout.node import RolloutNode
     from dcr.trainer.megatron.refit import MegatronRefit
-    from dcr.trainer.torch.refit import PushError, TrainerRefit
+    from dcr.trainer.torch.pending_push import PendingPush, PushError, PushPendingError
+    from dcr.trainer.torch.refit import TrainerRefit
     from dcr.trainer.torch.refit_report import RefitReport
 
-__all__ = ["MegatronRefit", "PushError", "RefitReport", "RolloutNode", "TrainerRefit"]
+__all__ = [
+    "MegatronRefit",
+    "PendingPush",
+    "PushError",
+    "PushPendingError",
+    "RefitReport",
+    "RolloutNode",
+    "TrainerRefit",
+]
 
 _HOMES = {
     "MegatronRefit": "dcr.trainer.megatron.refit",
-    "PushError": "dcr.trainer.torch.refit",
+    "PendingPush": "dcr.trainer.torch.pending_push",
+    "PushError": "dcr.trainer.torch.pending_push",
+    "PushPendingError": "dcr.trainer.torch.pending_push",
     "RefitReport": "dcr.trainer.torch.refit_report",
     "RolloutNode": "dcr.rollout.node",
     "TrainerRefit": "dcr.trainer.torch.refit",

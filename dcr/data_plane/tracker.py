@@ -8,7 +8,7 @@ from dcr.data_plane.bits import bit_view, bits_dtype, flat_part
 from dcr.data_plane.kernels.stream_choice import stream_kernels
 from dcr.data_plane.kernels.stream_kernels import Difference
 from dcr.data_plane.nonfinite import nonfinite_positions
-from dcr.data_plane.staging import chunks_on
+from dcr.data_plane.staging import chunks_on, to_host
 from dcr.protocol.errors import RefusedError
 
 
@@ -64,6 +64,20 @@ class Tracker:
         for start, stop in self.chunks():
             self.visited = stop
             yield start, flat_part(stored, start, stop).clone()
+
+    def copy(self, live: torch.Tensor, room: torch.Tensor) -> None:
+        """Copy the live bits, chunk by chunk; from a device through pinned memory of a chunk's size.
+
+        Args:
+            live: the shard's tensor, any shape and device; written by nobody meanwhile.
+            room: shape [numel] of the tracked dtype, in host memory.
+
+        Raises:
+            RefusedError: if the live tensor has another dtype or number of elements than the tracked one.
+        """
+        stored, bits = self._checked(live), bit_view(room)
+        for start, stop in self.chunks():
+            bits[start:stop] = to_host(flat_part(stored, start, stop))
 
     def differences(self, live: torch.Tensor) -> Iterator[Difference]:
         """The changed elements, chunk by chunk in increasing position; chunks without any are left out.

@@ -148,6 +148,25 @@ class Owner:
         """Epochs that this incarnation sealed with its last candidate: what it can fold if K says so."""
         return tuple(sorted(self._sealed))
 
+    def needs_candidate(self, record: CommitRecord) -> str:
+        """Why the last candidate may still be emitted or folded, as K stands; empty if it may not (DESIGN D10).
+
+        A stopped transition has fenced its last attempt; what follows is for the next push, or the operator, to say.
+        """
+        tr, c = record.open, record.committed
+        if self.folding:
+            return f"epoch {self.folded_epoch} is being folded"
+        if tr is not None and not tr.stopped and tr.candidate == self._candidate != "":
+            return f"its transition to version {tr.target} is open"
+        if (
+            c is not None
+            and c.direction is Direction.FORWARD
+            and c.epoch in self._sealed
+            and c.epoch > self.folded_epoch
+        ):
+            return f"epoch {c.epoch} was committed and is not folded yet"
+        return ""
+
     # ------------------------------------------------------------ emission
 
     def emit(self, order: Emit) -> list[Effect]:

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
@@ -21,13 +22,10 @@ from dcr.protocol.messages import (
     CONTROL_VERSION,
     CandidateReady,
     Emit,
-    EmitFailed,
     Fold,
-    Folded,
     Outcome,
     OwnerJoin,
     Report,
-    Sealed,
     ShowContents,
     Withdraw,
     decode_order,
@@ -41,7 +39,10 @@ from dcr.runtime.emission import Emission
 from dcr.runtime.event_log import EventLog
 from dcr.runtime.following import Following
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.offer import Offer, OwnerError, PushTimeoutError
 from dcr.runtime.owner_answers import show_contents, why_refused
+from dcr.runtime.owner_reports import report_of
+from dcr.runtime.pin import Pin
 from dcr.runtime.pipeline import CancelledError
 from dcr.runtime.refit_status import RefitStatus
 from dcr.runtime.registry import leader_address
@@ -51,14 +52,6 @@ from dcr.runtime.source import Source
 from dcr.runtime.spoke import Spoke
 
 _log = logging.getLogger("dcr.owner")
-
-
-class OwnerError(DcrError):
-    """This rank's owner failed in a way that it does not know; the push on this rank cannot go on."""
-
-
-class PushTimeoutError(DcrError):
-    """A push did not end in time on this rank; what became of it is in the commit record."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +115,9 @@ class OwnerHost:
         self._layers: tuple[LayerChanges, ...] = ()  # of what was emitted last
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._begun = ""  # token of the candidate of which something may have been delivered last
-        self._push = 0
-        self._dense = False
         self._starting = True
-        self._waiting = False
-        self._refusal: str | None = None  # why what is pushed may not become a version; None: not known yet
-        self._outcome: Outcome | None = None
-        self._fault = ""
-        self._changed = threading.Condition()
+        self._offer: Offer | None = None  # the last one
+        self._pin = Pin(source, self._needed, self._post, settings)
         self._stop = threading.Event()
         self._events: queue.Queue[_Do] = queue.Queue(settings.events_max)
         self._work: queue.Queue[Callable[[], None]] = queue.Queue(settings.events_max)
@@ -172,84 +160,110 @@ class OwnerHost:
         return emission is not None and not emission.over and not emission.cancelled.is_set()
 
     @property
+    def waiting(self) -> bool:
+        """Whether a push waits for its outcome."""
+        return self._offer is not None and self._offer.waiting
+
+    @property
     def unled(self) -> str:
         """Why a push that waits has lost its own trainer's coordinator; ``Following`` tells of one elsewhere."""
-        alone = self._following is None and self._waiting and not self._spoke.connected
+        alone = self._following is None and self.waiting and not self._spoke.connected
         return self._spoke.trouble if alone else ""
 
-    def push(self, *, dense: bool = False) -> Outcome:
-        """Offer the weights as a candidate and wait for the outcome; they must not change until this returns.
+    def release(self) -> None:
+        """Before the next push: wait until what a snapshot pins for the last one is needed no more; see ``Pin``."""
+        self._check_open()
+        self._pin.release()
+
+    def snapshot(self) -> None:
+        """Pin what is offered next by a copy of it, which is taken now."""
+        self._pin.snapshot()
+
+    def hold(self) -> None:
+        """Let go of a snapshot: what is offered next stays as it is until its push has ended."""
+        self.release()
+        self._pin.hold()
+
+    def offer(self, *, dense: bool = False) -> Offer:
+        """Offer the pinned weights as a candidate; no other offer waits.
 
         Args:
             dense: ask for every element to be sent (DESIGN D14).
 
         Raises:
-            PushTimeoutError: no outcome within ``push_timeout_s``.
-            OwnerError: something unforeseen failed on this rank.
             RefusedError: this owner is closed.
         """
-        with self._changed:
-            self._check_open()
-            self._push += 1
-            self._dense = dense
-            self._outcome = None
-            self._fault = ""
-            self._refusal = None if self._settings.refuse_nonfinite else ""
-            self._waiting = True
-            push = self._push
+        self._check_open()
+        number = 1 if self._offer is None else self._offer.number + 1
+        offer = self._offer = Offer(number, dense=dense, timeout_s=self._settings.push_timeout_s)
         if self._settings.refuse_nonfinite:
-            self._work.put(lambda: self._look_through(push))
+            self._work.put(lambda: self._look_through(offer))
         else:
+            offer.refusal = ""
             self._post(self._ready)
-        try:
-            outcome = self._wait_outcome()
-        finally:
-            # A push that ends without an outcome (time-out, interrupt) takes its candidate back.
-            self._waiting = False
-            if self._latest() is None:
-                self._withdraw()
-        return outcome
+        return offer
 
-    def _withdraw(self) -> None:
-        if self._emission is not None and self._emission.order.base.kind is not Kind.RESTORE:
-            self._emission.cancelled.set()  # at once: the weights may change from here on
-        push = self._push
-        self._post(lambda: self._give_up(push))
+    def wait(self, offer: Offer, timeout_s: float | None = None) -> Outcome | None:
+        """Wait for the outcome of an offer.
 
-    def _give_up(self, push: int) -> Sequence[role.Effect]:
-        self._send(Withdraw(self._source.owner, self._incarnation, push))
-        return self._role.give_up(push)
+        Args:
+            offer: what ``offer`` returned.
+            timeout_s: wait no longer than this; None for ``push_timeout_s`` from when it was made.
 
-    def _wait_outcome(self) -> Outcome:
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._outcome or self._fault or self._stop.is_set(), self._settings.push_timeout_s
+        Returns:
+            None if it waits still.
+
+        Raises:
+            PushTimeoutError: no outcome within ``push_timeout_s``.
+            OwnerError: something unforeseen failed on this rank.
+            RefusedError: this owner was closed meanwhile.
+        """
+        while not offer.wait(timeout_s):
+            self._end_late(offer)
+            if timeout_s is not None:
+                break
+        return None if offer.waiting else offer.outcome
+
+    def give_up(self, offer: Offer, why: DcrError) -> None:
+        """End an offer that waits without an outcome, and take its candidate back."""
+        if offer.end(why):
+            if self._emission is not None and self._emission.order.base.kind is not Kind.RESTORE:
+                self._emission.cancelled.set()  # at once: the weights may change from here on
+            self._post(lambda: self._withdraw(offer))
+
+    def _withdraw(self, offer: Offer) -> Sequence[role.Effect]:
+        self._send(Withdraw(self._source.owner, self._incarnation, offer.number))
+        return self._role.give_up(offer.number)
+
+    def _end_late(self, offer: Offer) -> None:
+        if offer.late:
+            late = PushTimeoutError(
+                f"{self._source.owner}: push {offer.number} has no outcome after {self._settings.push_timeout_s} s; "
+                f"connected to the coordinator: {self._spoke.connected}"
             )
-            outcome = self._latest()
-            if outcome is None:
-                self._check_open()
-                if self._fault:
-                    raise OwnerError(f"{self._source.owner}: {self._fault}; its log has the whole story")
-                raise PushTimeoutError(
-                    f"{self._source.owner}: push {self._push} has no outcome after {self._settings.push_timeout_s} s; "
-                    f"connected to the coordinator: {self._spoke.connected}"
-                )
-            return outcome
+            self.give_up(offer, late)
 
-    def _latest(self) -> Outcome | None:
-        return self._outcome
+    def _needed(self) -> str:
+        """Why the candidate of the last push is still needed although that has ended, as the role and K have it."""
+        folded = not self._role.folding and max(self._role.sealed_epochs, default=0) <= self._role.folded_epoch
+        if self._offer is None or (self._offer.committed and folded):
+            return ""
+        stored = self._control.read(self._record_id)
+        return "" if stored is None else self._role.needs_candidate(decode_record(stored.body))
 
     def _check_open(self) -> None:
         if self._stop.is_set():
-            raise RefusedError(
-                f"{self._source.owner}: this trainer's refit is closed; nothing can be pushed through it"
-            )
+            raise RefusedError(self._closed)
+
+    @property
+    def _closed(self) -> str:
+        return f"{self._source.owner}: this trainer's refit is closed; nothing can be pushed through it"
 
     def close(self) -> None:
-        """End threads and connection; a push that waits is refused."""
+        """End threads and connection; a push that waits is given up, which the leader hears of."""
         self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
+        if self._offer is not None and self._offer.end(RefusedError(self._closed)):
+            self._send(Withdraw(self._source.owner, self._incarnation, self._offer.number))
         if self._emission is not None:
             self._emission.cancelled.set()
         self._spoke.close()
@@ -257,6 +271,7 @@ class OwnerHost:
             t.join(self._settings.drain_timeout_s)
         if not any(t.is_alive() for t in self._threads):
             self._event_log.close()
+        self._source.hold()  # whoever reads a snapshot still keeps what it reads
 
     # ------------------------------------------------------------ loops
 
@@ -269,6 +284,8 @@ class OwnerHost:
             if self._following is not None and time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._settings.record_poll_s
                 self._follow(self._following)
+            if self._offer is not None:
+                self._end_late(self._offer)
             try:
                 event = self._events.get(timeout=0.1)
             except queue.Empty:
@@ -279,9 +296,9 @@ class OwnerHost:
                 _log.warning("refused: %s", e)
             except Exception as e:  # noqa: BLE001 - told to whoever waits; the next order may still be obeyed
                 _log.exception("owner %s", self._source.owner)
-                with self._changed:
-                    self._fault = f"{type(e).__name__}: {e}"
-                    self._changed.notify_all()
+                if self._offer is not None:
+                    fault = f"{self._source.owner}: {type(e).__name__}: {e}; its log has the whole story"
+                    self.give_up(self._offer, OwnerError(fault))
 
     def _worker(self) -> None:
         while not self._stop.is_set():
@@ -298,32 +315,26 @@ class OwnerHost:
         return self._ready()
 
     def _ready(self) -> list[role.Effect]:
-        if self._waiting and self._refusal is not None:
+        o = self._offer
+        if o is not None and o.waiting and o.refusal is not None:
             name, incarnation = self._source.owner, self._incarnation
-            self._send(CandidateReady(name, incarnation, self._push, refused=self._refusal, dense=self._dense))
+            self._send(CandidateReady(name, incarnation, o.number, refused=o.refusal, dense=o.dense))
         return []
 
-    def _look_through(self, push: int) -> None:
+    def _look_through(self, offer: Offer) -> None:
         """Find out whether the weights that are pushed may become a version, and then offer them."""
-        refusal = why_refused(self._source)
-
-        def offer() -> list[role.Effect]:
-            if push == self._push:
-                self._refusal = refusal
-            return self._ready()
-
-        self._post(offer)
+        with self._pin.reading:
+            offer.refusal = why_refused(self._source)
+        self._post(self._ready)
 
     def _follow(self, following: Following) -> None:
         """Another leader may have come; or another trainer, and then no leader tells how the push ends."""
         problem = following.look()
-        bounds, pushing = self._settings, "whose push waits" if self._waiting else ""
+        bounds, pushing = self._settings, "whose push waits" if self.waiting else ""
         waits = "which starts" if self._starting else pushing
         following.tell(waits, bounds.connect_timeout_s if self._starting else bounds.push_timeout_s)
-        if problem and self._waiting:
-            with self._changed:
-                self._outcome = Outcome(self._record_id, 0, -1, "", problem, {})
-                self._changed.notify_all()
+        if problem and self._offer is not None:
+            self._offer.end(Outcome(self._record_id, 0, -1, "", problem, {}))
 
     def _order(self, data: bytes) -> Sequence[role.Effect]:
         order = decode_order(data)
@@ -338,12 +349,11 @@ class OwnerHost:
                 self._work.put(lambda: self._show(order.epoch))
                 return []
             case Outcome():
-                with self._changed:
-                    # An outcome may come late, or twice: only one of this very push is an answer to it.
-                    mine = (order.incarnation, order.push) == (self._incarnation, self._push) or order.push == 0
-                    if self._waiting and order.record_id == self._record_id and mine:
-                        self._outcome = order
-                        self._changed.notify_all()
+                # An outcome may come late, or twice: only one of this very push is an answer to it.
+                o = self._offer
+                mine = o is not None and (order.incarnation, order.push) == (self._incarnation, o.number)
+                if o is not None and order.record_id == self._record_id and (mine or order.push == 0):
+                    o.end(order)
                 return []
             case _:
                 raise RefusedError(f"{self._source.owner}: an owner takes no {type(order).__name__} order")
@@ -367,22 +377,11 @@ class OwnerHost:
                 case role.DeliverManifest():
                     self._work.put(lambda m=effect.manifest: self._seal(m))  # type: ignore[misc]
                 case role.ReportSealed() | role.ReportEmitFailed() | role.ReportFolded():
-                    self._send(self._report(effect))
+                    self._send(report_of(effect, self._source.owner, self._incarnation, self._seconds, self._layers))
                 case role.ReadRecord():
                     self._read_record()
                 case role.FoldBaseline():
                     self._work.put(lambda f=effect: self._fold(f))  # type: ignore[misc]
-
-    def _report(self, effect: role.ReportSealed | role.ReportEmitFailed | role.ReportFolded) -> Report:
-        name, incarnation = self._source.owner, self._incarnation
-        match effect:
-            case role.ReportSealed():
-                return self._sealed(effect.manifest)
-            case role.ReportEmitFailed():
-                return EmitFailed(name, incarnation, effect.epoch, effect.reason, effect.fatal, effect.given_up)
-            case role.ReportFolded():
-                seconds = dict(self._seconds)
-                return Folded(name, incarnation, effect.epoch, effect.baseline_digest, effect.reason, seconds)
 
     def _emit(self, emission: Emission) -> None:
         epoch = emission.order.epoch
@@ -392,11 +391,12 @@ class OwnerHost:
         if not self._holds_candidate(emission.order):
             # Whoever holds no candidate still (its push timed out, or was interrupted) must not make one up.
             reason = f"{self._source.owner} has no candidate: its push was given up"
-            push = 0 if self._waiting else self._push
+            push = 0 if self._offer is None or self._offer.waiting else self._offer.number
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=True, given_up=push))
             return
         try:
-            manifest = emission.run(self._found.get(candidate))
+            with nullcontext() if emission.order.base.kind is Kind.RESTORE else self._pin.reading:
+                manifest = emission.run(self._found.get(candidate))
         except CancelledError:
             return
         except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the epoch by its name
@@ -431,7 +431,8 @@ class OwnerHost:
         candidate = order.base.candidate
         if order.base.kind is not Kind.RESTORE and order.target == order.base.version and candidate == self._begun:
             return candidate in self._found
-        return order.base.kind is Kind.RESTORE or (self._waiting and self._refusal == "")
+        offered = self._offer is not None and self._offer.waiting and self._offer.refusal == ""
+        return order.base.kind is Kind.RESTORE or offered
 
     def _seal(self, m: Manifest) -> None:
         key = manifest_key(m.record_id, m.target, m.epoch, m.owner, m.owner_incarnation)
@@ -443,25 +444,10 @@ class OwnerHost:
             return
         self._post(lambda: self._role.sealed(m))
 
-    def _sealed(self, m: Manifest) -> Sealed:
-        return Sealed(
-            owner=m.owner,
-            incarnation=self._incarnation,
-            epoch=m.epoch,
-            manifest_digest=m.digest(),
-            content_digest=m.content_digest,
-            payloads=len(m.payloads),
-            payload_bytes=sum(p.size_bytes for p in m.payloads),
-            changed_entries=m.changed_entries,
-            owned_elements=m.owned_elements,
-            seconds=self._seconds,
-            layers=self._layers,
-        )
-
     def _fold(self, effect: role.FoldBaseline) -> None:
         started = time.perf_counter()
         try:
-            with stage("fold"):
+            with stage("fold"), self._pin.reading:
                 self._source.fold(ContentDigest.from_hex(effect.content_digest))
         except Exception as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
             reason = f"{type(e).__name__}: {e}"

@@ -63,16 +63,30 @@ class Source(Protocol):
     def changes(self, kind: Kind) -> Iterator[Change]:
         """What has to be sent: changed elements against the baseline, or every element for dense and restore kinds.
 
-        For every kind but restore the weights must stay as they are until the iterator is exhausted; a restore reads
-        the baseline alone.
+        For every kind but restore the weights must stay as they are until the iterator is exhausted, unless there is a
+        snapshot of them; a restore reads the baseline alone.
         """
         ...
 
     def nonfinite(self) -> Mapping[str, NonFinite]:
         """NaN and infinities among this owner's elements that its baseline has not, by canonical tensor with any.
 
-        The weights must stay as they are meanwhile; DcrError if they are not what this source was made for.
+        The weights must stay as they are meanwhile, unless there is a snapshot of them; DcrError if they are not what
+        this source was made for.
         """
+        ...
+
+    def snapshot(self) -> None:
+        """Pin the weights by a copy in host memory (DESIGN D10): they may change as soon as this returns.
+
+        Until ``hold`` the copy is what ``changes``, ``nonfinite`` and ``fold`` take for the weights; the next snapshot
+        is taken into the same memory.  Not while one of these reads it.  DcrError if the weights are not what this
+        source was made for.
+        """
+        ...
+
+    def hold(self) -> None:
+        """Read the weights themselves from here on, and give the memory of a snapshot back."""
         ...
 
     def fold(self, expected: ContentDigest) -> None:

@@ -1,7 +1,8 @@
 """One owner's share of the checkpoint: its committed bits, what changed against them, and the fold (paper section 4.1).
 
 Trainers differ in how live tensors are found and where their elements lie in the checkpoint.  What is kept, compared,
-emitted and folded is the same for all of them, and here.
+emitted and folded is the same for all of them, and here: the live weights, which the trainer holds still meanwhile, or
+a snapshot of them (DESIGN D10).
 """
 
 import threading
@@ -23,9 +24,7 @@ from dcr.data_plane.nonfinite import NonFinite, count_nonfinite
 from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import Kind
-
-Live = Callable[[int], torch.Tensor | None]
-"""By a shard's number its live tensor; None where the committed bits still stand."""
+from dcr.trainer.snapshot import Live, Snapshot
 
 
 class CandidateChangedError(DcrError):
@@ -83,8 +82,8 @@ class _Candidate:
 class Share:
     """Committed bits, detection and fold over some shards (DESIGN section 5, D10, D13).
 
-    A forward ``changes``, ``fold`` and the optimizer belong to one thread; iterating over ``changes(Kind.RESTORE)`` may
-    go on in another.
+    A forward ``changes``, ``fold``, ``snapshot`` and the optimizer take turns; once there is a snapshot the optimizer
+    is free.  Iterating over ``changes(Kind.RESTORE)`` may go on in another thread at any time.
 
     Args:
         owner: the owner's name.
@@ -106,6 +105,7 @@ class Share:
         self.owned_elements = sum(index_map.numel for shard in shards for index_map in shard.maps)
         self._bases = torch.tensor(bases, dtype=torch.int64)
         self._shards = shards
+        self._snapshot: Snapshot | None = None
         self._marks = threading.Lock()  # over folding and the number of folds, against a restore in another thread
         self._folding = False
         self._folds = 0
@@ -146,13 +146,32 @@ class Share:
         """Whether a fold has begun and not ended (D13); only ``fold`` again ends it."""
         return self._folding
 
+    def snapshot(self, look: Callable[[], Live]) -> None:
+        """Pin the candidate by a copy of the live weights, which are read no more until ``hold`` (DESIGN D10).
+
+        Args:
+            look: finds the live tensors, or refuses.
+
+        Raises:
+            RefusedError: what ``look`` raises, and then a snapshot before this one stays; or a live tensor has another
+                dtype or number of elements than the tracked one, and then there is none.
+        """
+        live = look()
+        snapshot, self._snapshot = self._snapshot or Snapshot(), None  # a copy that ends half-way is no candidate
+        snapshot.take(((shard.number, shard.tracker) for shard in self._shards), live)
+        self._snapshot = snapshot
+
+    def hold(self) -> None:
+        """Read the live weights from here on; the memory of a snapshot is given back (DESIGN D10)."""
+        self._snapshot = None
+
     def changes(self, kind: Kind, look: Callable[[], Live]) -> Iterator[Change]:
         """What this owner emits in an attempt of this kind, in chunks; not collective.
 
         Args:
             kind: relative and absolute give the changed elements, old and new bits; dense every owned element of the
                 live weights; restore every owned element of the baseline.
-            look: finds the live tensors, or refuses; called for forward kinds alone.
+            look: finds the live tensors, or refuses; called for forward kinds alone, and not if there is a snapshot.
 
         Returns:
             Changes whose indices are strictly increasing in each, in host memory; a tensor may have several.
@@ -171,7 +190,7 @@ class Share:
             return self._restore(self._folds)
         self._candidate_digest = self._candidate = None
         self._changes_found = {}
-        live = look()
+        live = self._pinned(look)
         return self._dense(live) if kind is Kind.DENSE else self._detect(live)
 
     def nonfinite(self, look: Callable[[], Live]) -> dict[str, NonFinite]:
@@ -181,9 +200,9 @@ class Share:
         told of.  Not collective.
 
         Args:
-            look: finds the live tensors, or refuses.
+            look: finds the live tensors, or refuses; not called if there is a snapshot.
         """
-        live = look()
+        live = self._pinned(look)
         found: dict[str, NonFinite] = {}
         for shard in self._shards:
             tensor = live(shard.number)
@@ -200,12 +219,12 @@ class Share:
 
         Args:
             expected: this owner's share of the committed candidate's digest.
-            look: finds the live tensors, or refuses, and then nothing was changed.
+            look: finds the live tensors, or refuses, and then nothing was changed; not called if there is a snapshot.
 
         Raises:
             CandidateChangedError: if what was folded has another digest; the baseline is lost then.
         """
-        live = look()
+        live = self._pinned(look)
         whole, found = not self._folding, self._candidate
         if found is not None and _sum(found.digests) != expected:
             found = None
@@ -239,8 +258,12 @@ class Share:
             raise CandidateChangedError(
                 f"owner {self.owner}: the folded weights digest to {digest.hex()}, the committed candidate to "
                 f"{expected.hex()}; the weights were stepped between detection and fold. The baseline is lost, so the "
-                "next push sends every element; keep the optimizer from stepping until push() returns"
+                "next push sends every element; keep the optimizer from stepping until push() returns, or use "
+                "begin_push()"
             )
+
+    def _pinned(self, look: Callable[[], Live]) -> Live:
+        return look() if self._snapshot is None else self._snapshot.tensor
 
     def _detect(self, live: Live) -> Iterator[Change]:
         assert self._baseline_digests is not None, "changes() refuses without a baseline"

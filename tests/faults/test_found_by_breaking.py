@@ -14,7 +14,7 @@ from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryError
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
-from dcr.runtime.owner_host import PushTimeoutError
+from dcr.runtime.offer import PushTimeoutError
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings

@@ -8,7 +8,7 @@ from dcr import PushError, RolloutNode
 from dcr.protocol.errors import DcrError
 from dcr.rollout.torch.engine import TorchEngine
 from dcr.runtime.channel import Peer, Spoke
-from dcr.runtime.owner_host import PushTimeoutError
+from dcr.runtime.offer import PushTimeoutError
 from dcr.runtime.registry import leader_address
 from dcr.runtime.serving_wait import NodeError
 from tests.faults.models import Served

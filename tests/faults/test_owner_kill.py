@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 
 from dcr import PushError, RolloutNode, TrainerRefit
 from dcr.control_plane.address import open_control_plane
+from dcr.data_plane.tracker import Tracker
 from dcr.delivery.folder import FolderDelivery
+from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import CommitRecord, decode_record
 from dcr.protocol.step import Step
 from dcr.rollout.torch.engine import TorchEngine
@@ -39,6 +41,9 @@ class Rank:
     def send(self, *command: Any) -> None:
         self._pipe.send(command)
 
+    def silent(self, seconds: float) -> bool:
+        return not self._pipe.poll(seconds)
+
     def answer(self) -> Any:
         if not self._pipe.poll(ANSWER_S):
             raise TimeoutError(f"a training rank did not answer in {ANSWER_S:g} s")
@@ -52,6 +57,9 @@ def _train(rank, folder, addresses, pipe) -> None:
     refit = TrainerRefit(policy, **addresses)
     put = FolderDelivery.put
     owned = {name for (name, _), owner in refit.source.ownership.owner.items() if owner == rank}
+    changes, stepped = refit.source.changes, threading.Event()
+    refit.source.changes = lambda kind: (stepped.wait(30), changes(kind))[1]  # type: ignore[method-assign]
+    stepped.set()
     pipe.send(owned)
     while True:
         command, *args = pipe.recv()
@@ -73,6 +81,28 @@ def _train(rank, folder, addresses, pipe) -> None:
         elif command == "push":
             try:
                 report = refit.push()
+                pipe.send((report.version, report.kind))
+            except PushError as e:
+                pipe.send(str(e))
+        elif command == "begin":
+            stepped.clear()
+            try:
+                pending = refit.begin_push()
+                pipe.send("begun")
+            except RefusedError as e:
+                pipe.send(str(e))
+            step(policy, *args)
+            stepped.set()
+        elif command == "no memory":
+
+            def fail(*_, copy=Tracker.copy) -> None:
+                Tracker.copy = copy  # type: ignore[method-assign]
+                raise MemoryError("nothing left")
+
+            Tracker.copy = fail  # type: ignore[method-assign]
+        elif command == "result":
+            try:
+                report = pending.result()
                 pipe.send((report.version, report.kind))
             except PushError as e:
                 pipe.send(str(e))
@@ -112,6 +142,7 @@ class Run:
         engine = TorchEngine(self.model, name="a", checkpoint=checkpoint, observe=self._observe)
         self.node = RolloutNode(engine, **self.addresses)
         self.owned = [r.answer() for r in self.ranks]
+        self._steps = 0
 
     def _observe(self, done: Step) -> None:
         if done.action == "EndWrite":
@@ -130,6 +161,21 @@ class Run:
     def push(self) -> None:
         for r in self.ranks:
             r.send("push")
+
+    def begin(self) -> dict[str, torch.Tensor]:
+        """A push of a snapshot, after which every rank changes every weight before it is read; what was pushed."""
+        pushed = {n: t.clone() for n, t in self.policy.state_dict().items()}
+        self._steps += 1
+        everything = self.owned[0] | self.owned[1]
+        step(self.policy, 100 + self._steps, everything)
+        for r in self.ranks:
+            r.send("begin", 100 + self._steps, everything)
+        return pushed
+
+    def answers(self, command: str = "") -> list[Any]:
+        for r in self.ranks if command else ():
+            r.send(command)
+        return [r.answer() for r in self.ranks]
 
     def check(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         assert self.node.wait_serving(version, WAIT_S) == version
@@ -224,6 +270,56 @@ def test_weights_that_are_no_numbers_on_one_rank_are_refused_on_both_and_nothing
         run.check(1, dict(run.policy.state_dict()))
     finally:
         run.close()
+
+
+def test_ranks_copy_together_or_not_at_all_and_what_they_copied_is_served(run: Run) -> None:
+    first, second = run.ranks
+    run.check(0, dict(run.policy.state_dict()))
+    before = run.record()
+    run.step(1, run.owned[0] | run.owned[1])
+    stopped = second.process.pid
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)  # it comes late
+    pushed = run.begin()
+    assert first.silent(0.5)
+    assert run.record() == before
+    os.kill(stopped, signal.SIGCONT)
+    assert run.answers() == ["begun", "begun"]
+    assert run.answers("result") == [(1, "relative")] * 2
+    run.check(1, pushed)
+
+    pushed = run.begin()  # the weights that training went on to
+    assert run.answers() == ["begun", "begun"]
+    first.send("result")
+    assert first.answer() == (2, "relative")
+    run.check(2, pushed)
+    run.begin()
+    refused = run.answers()  # on the second rank the last push is pending still
+    assert refused[0] == refused[1]
+    assert refused[0].startswith("rank 1: rank-1: the push that begin_push() began last is pending")
+    assert run.record().version == 2
+    second.send("result")
+    assert second.answer() == (2, "relative")
+
+    run.push()  # of the live weights, which gives both copies back
+    assert run.answers() == [(3, "relative")] * 2
+    second.send("no memory")
+    run.begin()
+    assert run.answers() == ["rank 1: MemoryError: nothing left"] * 2
+    run.push()  # of the live weights, although there is a copy on the first rank
+    assert run.answers() == [(4, "relative")] * 2
+    run.check(4, dict(run.policy.state_dict()))
+
+    second.send("kill at payload", 1)
+    run.step(2, run.owned[0] | run.owned[1])
+    run.begin()
+    assert run.answers() == ["begun", "begun"]
+    first.send("result")
+    error = first.answer()
+    assert "owner rank-1 was lost" in error
+    assert "time-out: no connection to rank-1" in error
+    assert run.record().version == 4
+    assert run.node.version is None  # torn
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dcr import MegatronRefit, RefitReport, RolloutNode, TrainerRefit
+from dcr import MegatronRefit, PendingPush, RefitReport, RolloutNode, TrainerRefit
 from dcr.runtime.progress import EngineStatus
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_the_two_programs_run_in_either_order(tmp_path):
     assert answers[0][0] != "0" or answers[0][1] == f"{first:.4f}"
 
 
-@pytest.mark.parametrize("what", [TrainerRefit, MegatronRefit, RolloutNode, RefitReport, EngineStatus])
+@pytest.mark.parametrize("what", [TrainerRefit, MegatronRefit, PendingPush, RolloutNode, RefitReport, EngineStatus])
 def test_everything_public_is_named(what):
     names = {name for name in dir(what) if not name.startswith("_")} - set(dir(object))
     names |= set(getattr(what, "__dataclass_fields__", {})) | set(getattr(what, "__struct_fields__", ()))

@@ -204,6 +204,11 @@ def pushes(case, rank, folder):
                     one.vllm = answer_of(vllm, version)
                 seen.append(one)
             again = refit.push()
+            loop.step()
+            pending = refit.begin_push()
+            export(bridge, loop, checkpoint, folder / "copied")
+            loop.step()  # the copy is sent, converted tensors and all, while every parameter changes
+            copied = pending.result(), {name: bit_view(tensor.data).clone() for name, tensor in own.items()}
         loop.step()
         # A trainer that went on from weights that nobody has seen, and gives its model as it was before it was wrapped.
         with MegatronRefit([chunk], bridge, **options) as refit:
@@ -215,7 +220,7 @@ def pushes(case, rank, folder):
     finally:
         if vllm is not None:
             vllm.end()
-    return seen, again, resumed, {name: bit_view(tensor.data) for name, tensor in own.items()}
+    return seen, again, copied, resumed, {name: bit_view(tensor.data) for name, tensor in own.items()}
 
 
 def bits_of(checkpoint):
@@ -230,7 +235,7 @@ def same(held, wanted):
 
 def judge(folder, case, ranks, twin, twins):
     """Twins are made of some versions: the last is relative to the retry, and would be wrong wherever that was."""
-    (seen, again, resumed, last), (others, *_) = ranks
+    (seen, again, (copied, while_trained), resumed, last), (others, *_) = ranks
     replicated = Case.of(case).ranks > Case.of(case).tp
     for version, (one, other) in enumerate(zip(seen, others, strict=True), 1):
         retried = version == CUT_AT
@@ -255,7 +260,9 @@ def judge(folder, case, ranks, twin, twins):
         assert (answer["tokens"], answer["logprobs"]) == (wanted["tokens"], wanted["logprobs"])
     assert seen[-1].loss < seen[0].loss  # it learns
     assert (again.version, again.changed_entries) == (STEPS + 1, 0)
-    assert (resumed.version, resumed.kind) == (STEPS + 2, "dense")
+    assert (copied.version, copied.kind, copied.warnings) == (STEPS + 2, "relative", ())
+    same(while_trained, bits_of(folder / case / "copied"))
+    assert (resumed.version, resumed.kind) == (STEPS + 3, "dense")
     same(last, bits_of(folder / case / "resumed"))
 
 

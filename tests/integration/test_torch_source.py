@@ -156,16 +156,19 @@ def train_step(model):
     optimizer.zero_grad()
 
 
-def refit(source, step):
-    """One refit; what this rank saw of it."""
+def refit(source, step, meanwhile=None):
+    """One refit, of a copy if anything is done meanwhile; what this rank saw of it."""
     seen = {"old": source.gather_state(), "baseline": source.baseline_digest, "owned": source.owned_elements}
     step()
+    seen["new"] = source.gather_state()
+    if meanwhile is not None:
+        source.snapshot()
+        meanwhile()
     for kind in (Kind.RELATIVE, Kind.DENSE, Kind.RESTORE):
         seen[kind] = [(c.spec.name, c.indices, c.old, c.new) for c in source.changes(kind)]
         if kind is Kind.RELATIVE:
             seen["candidate"] = source.candidate_digest
             seen["found"] = {n: (c.changed, c.elements) for n, c in source.changes_found.items()}
-    seen["new"] = source.gather_state()
     source.fold(seen["candidate"])
     seen["folded"] = source.baseline_digest
     seen["left"] = len(list(source.changes(Kind.RELATIVE)))
@@ -179,9 +182,11 @@ def run_case(build):
     if hasattr(model, "config"):
         model = build()
         source = TorchSource(model, chunk_elements=CHUNK)
-        refits += [refit(source, lambda: train_step(model)) for _ in range(2)]
+        refits.append(refit(source, lambda: train_step(model)))
+        refits.append(refit(source, lambda: train_step(model), lambda: train_step(model)))
     else:
-        refits.append(refit(source, lambda: scramble(model, 2)))
+        refits.append(refit(source, lambda: scramble(model, 2), lambda: scramble(model, 5)))
+    source.hold()
     return {
         "owner": source.owner,
         "specs": source.specs,

@@ -18,18 +18,22 @@ from dcr.trainer.megatron.lockstep import PEER_GRACE_S
 from dcr.trainer.megatron.source import MegatronSource
 from dcr.trainer.torch.ranks import Ranks
 from dcr.trainer.torch.refit import Refit
-from dcr.trainer.torch.refit_report import RefitReport
 
 _log = logging.getLogger("dcr.trainer")
 
 
 class MegatronRefit(Refit):
-    """One on every training rank, made after the model; the construction and ``push`` are collective.
+    """One on every training rank, made after the model; the construction, ``push`` and ``begin_push`` are collective.
 
     ::
 
         refit = MegatronRefit(model, bridge, control="sqlite:///run/record.db", delivery="file:///run/payloads")
         report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
+
+    A push first gathers the parameters that Megatron's distributed optimizer would gather in the next forward pass, and
+    converts residual tensors that the change reaches, on all ranks together, once for all attempts.  Both may raise, on
+    every rank alike and before anything was sent: ``RefusedError`` (``MegatronSource.prepare`` says when), or
+    ``OutOfStepError``, if a conversion failed on one rank inside its collectives: the trainer has to be started again.
 
     Args:
         model: this rank's model chunks.
@@ -96,26 +100,10 @@ class MegatronRefit(Refit):
                 step=step,
             )
 
-    def push(self, *, dense: bool = False) -> RefitReport:
-        """Bring every engine to the present weights; call it on every rank, and change no weight until it returns.
-
-        Parameters that Megatron's distributed optimizer would gather in the next forward pass are gathered first, and
-        residual tensors that the change reaches are converted, on all ranks together, once for all attempts.
-
-        Args:
-            dense: send every element, whatever engines and baseline hold (the operator's way out of a stopped
-                transition); it is enough to say so on the first rank.
-
-        Raises:
-            RefusedError: on every rank alike, before anything was sent; see ``MegatronSource.prepare``.
-            OutOfStepError: on every rank alike, before anything was sent: a conversion failed on one rank inside its
-                collectives, and the trainer has to be started again.
-            PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
-            PushTimeoutError: no outcome in time.
-        """
+    def _prepare(self) -> None:
+        """Have every rank hold whole parameters, and convert what is residual; collective."""
         finish_gathers(self._model)
         self.source.prepare()
-        return super().push(dense=dense)
 
     def inspect(self) -> Inspection:
         """What is projected directly, what is not and why, who owns it and what it costs; collective.

@@ -23,7 +23,8 @@ from dcr.trainer.megatron.lockstep import PEER_GRACE_S, Lockstep
 from dcr.trainer.megatron.outline import Group
 from dcr.trainer.megatron.projection import Residual, learn, part_of
 from dcr.trainer.megatron.replicas import Replicas
-from dcr.trainer.share import Live, OwnedShard, Share
+from dcr.trainer.share import OwnedShard, Share
+from dcr.trainer.snapshot import Live
 from dcr.trainer.torch.ownership import Ownership, Shard, assign
 from dcr.trainer.torch.ranks import Ranks
 
@@ -199,6 +200,21 @@ class MegatronSource:
         """
         return self._share.nonfinite(self._look)
 
+    def snapshot(self) -> None:
+        """Pin the candidate by a copy, just after ``prepare``; not collective.  See ``Share.snapshot``.
+
+        What ``prepare`` converted is in the copy then, and nowhere else.
+
+        Raises:
+            RefusedError: if ``prepare`` was not called since the last fold, or a live tensor is gone.
+        """
+        self._share.snapshot(self._prepared)
+        self._candidates = {}
+
+    def hold(self) -> None:
+        """Read the live weights from here on; ``prepare`` comes next.  See ``Share.hold``."""
+        self._share.hold()
+
     def fold(self, expected: ContentDigest) -> None:
         """Bring the baseline to the candidate in place, after the commit (D13); may be run again at any time.
 
@@ -371,14 +387,17 @@ class MegatronSource:
                     )
         return mine
 
-    def _look(self) -> Live:
+    def _prepared(self) -> Live:
         if self._candidate_inputs is None:
             raise RefusedError(f"owner {self.owner}: call prepare() on every rank once the weights have changed")
-        live = self._stored()
+        return self._stored()
+
+    def _look(self) -> Live:
+        live = self._prepared()
         if self._digests_of_inputs() != self._candidate_inputs:
             raise RefusedError(
                 f"owner {self.owner}: weights of residual tasks have changed since prepare(); call it again on every "
-                "rank, and keep the optimizer from stepping until the push returns"
+                "rank, and keep the optimizer from stepping until push() returns, or use begin_push()"
             )
         return live
 

@@ -16,15 +16,16 @@ from dcr.data_plane.change_counts import ChangeCount
 from dcr.delivery.address import open_delivery
 from dcr.delivery.meeting import leave_sign
 from dcr.delivery.sealed import SealedDelivery
-from dcr.protocol.errors import DcrError
+from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.messages import Intervention
 from dcr.protocol.record import OwnerRef
 from dcr.runtime.coordinator_host import CoordinatorHost
 from dcr.runtime.event_log import event_folder
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.observer import Observer, log_step
+from dcr.runtime.offer import Offer
 from dcr.runtime.operator import intervene
-from dcr.runtime.owner_host import OwnerHost, PushTimeoutError
+from dcr.runtime.owner_host import OwnerHost
 from dcr.runtime.progress_log import ProgressLog, Steps, Stuck
 from dcr.runtime.refit_status import RefitStatus, Told
 from dcr.runtime.registry import RelayDirectory, register_meeting
@@ -35,15 +36,12 @@ from dcr.runtime.settings import Settings
 from dcr.runtime.source import Source
 from dcr.runtime.stopped_push import StoppedPush
 from dcr.runtime.terms import terms
+from dcr.trainer.torch.pending_push import PendingPush
 from dcr.trainer.torch.ranks import Ranks
-from dcr.trainer.torch.refit_report import RefitReport, report_of
+from dcr.trainer.torch.refit_report import RefitReport
 from dcr.trainer.torch.source import TorchSource
 
 _log = logging.getLogger("dcr.trainer")
-
-
-class PushError(DcrError):
-    """A push did not end in a commit; the message says what stopped it, and what can be done."""
 
 
 class TrainerStatus(Told, frozen=True):
@@ -106,6 +104,7 @@ class Refit:
             )
             step(others)
             self._record_id, self._secret, self._settings = record_id, secret, settings
+            self._ranks = ranks
             self._first = ranks.rank == 0
             me = OwnerRef(source.owner, time.time_ns())
             owners = ranks.gather(me)
@@ -148,7 +147,8 @@ class Refit:
                 )
             )
             opened.callback(self._host.close)
-            self._pushing = False
+            self._pending: PendingPush | None = None  # of begin_push, the last one
+            self._copies = False  # whether there may be a copy on any rank
             self._stopped = StoppedPush(source.owner, record_id, self._control, secret, settings)
             self._progress = ProgressLog(_log, "dcr-progress", self._under_way)
             opened.callback(self._progress.close)
@@ -177,34 +177,81 @@ class Refit:
                 transition); it is enough to say so on the first rank.
 
         Raises:
+            RefusedError: ``begin_push`` was called, and its ``result()`` was not taken; or the refit is closed.
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome in time.
         """
-        started, before = time.perf_counter(), self._delivery.traffic
-        self._pushing = True
+        self._refuse_pending()
+        if self._copies:
+            self._ranks.together(self._host.hold)
+            self._copies = False
+        self._prepare()
+        offer = self._host.offer(dense=dense)
         try:
-            outcome = self._host.push(dense=dense)
-        except PushTimeoutError as e:
-            fleet = self.status.fleet
-            raise PushTimeoutError(str(e) if fleet is None else f"{e}; the coordinator: {fleet}") from e
+            return self._told_of(offer).result()
         finally:
-            self._pushing = False
-        if outcome.error:
-            raise PushError(outcome.error)
-        return report_of(outcome, time.perf_counter() - started, self._delivery.traffic.since(before))
+            # A push that is interrupted takes its candidate back.
+            self._host.give_up(offer, RefusedError(f"{self._source.owner}: push() was interrupted"))
+
+    def begin_push(self, *, dense: bool = False) -> PendingPush:
+        """Copy the present weights, and bring every engine to the copy; weights may change as soon as this returns.
+
+        Collective: every rank calls it at the same point of its program, and no rank copies before all have come, or
+        returns before all have copied.  So where an optimizer step needs all ranks the copies are of one step.
+
+        The copy, one of what this rank owns in host memory, is made when it is needed first and used again by the next
+        ``begin_push``; ``push`` and ``close`` give it back.  Of a push that failed it stays, so that the transition can
+        be rolled back, until the next one begins.
+
+        Args:
+            dense: as for ``push``.
+
+        Raises:
+            RefusedError: on every rank alike, and no push began: ``result()`` of the last one was not taken, its
+                candidate is still read, or a rank cannot copy its weights (one rank alone raises what it met).
+            RanksLostError: a rank is gone, or did not come.
+        """
+
+        def ready() -> None:
+            self._refuse_pending()
+            self._host.release()
+
+        self._ranks.together(ready)
+        self._prepare()
+        self._copies = True
+        self._ranks.together(self._host.snapshot)
+        self._pending = self._told_of(self._host.offer(dense=dense))
+        return self._pending
+
+    def _prepare(self) -> None:
+        """What a trainer does before its weights are read."""
+
+    def _refuse_pending(self) -> None:
+        # By what the program did, not by whether the push has ended: of that ranks hear one after the other.
+        if self._pending is not None and not self._pending.told:
+            raise RefusedError(
+                f"{self._source.owner}: the push that begin_push() began last is pending: take its result() first, on "
+                "every rank"
+            )
+
+    def _told_of(self, offer: Offer) -> PendingPush:
+        return PendingPush(self._host, offer, self._delivery, lambda: self._fleet)
 
     @property
     def status(self) -> TrainerStatus:
-        """How far a push is on this rank, and whom the coordinator waits for; from any thread, while ``push`` waits.
+        """How far a push is on this rank, and whom the coordinator waits for; from any thread, while a push goes on.
 
         The logger ``dcr.trainer`` has the same, every ten seconds of what takes longer.
         """
-        fleet = None if self._coordinator is None else self._coordinator.status
-        return TrainerStatus(self._host.status, fleet)
+        return TrainerStatus(self._host.status, self._fleet)
+
+    @property
+    def _fleet(self) -> FleetStatus | None:
+        return None if self._coordinator is None else self._coordinator.status
 
     def _under_way(self) -> Mapping[str, str | Stuck]:
         status, found = self.status, dict[str, str | Stuck]()
-        if self._first and self._pushing and (stopped := self._stopped.look()) is not None:
+        if self._first and self._host.waiting and (stopped := self._stopped.look()) is not None:
             return {"transition": stopped}
         if self._host.emitting and status.emission is not None:
             found["emission"] = f"{self._source.owner}, {status.emission}"
@@ -239,8 +286,9 @@ class Refit:
     def roll_back(self) -> None:
         """Turn an open transition back: engines that it tore get the committed version's bits, in place.
 
-        Call it on the first rank, from another thread while ``push`` waits, which then raises ``PushError``, or after
-        a stop, while the weights are still those that were pushed.  Where that cannot be done the transition is
+        Call it on the first rank, from another thread while ``push`` waits or after ``begin_push``, and the push ends
+        in ``PushError``; or after a stop, while the weights are still those that were pushed or a snapshot holds them.
+        Where that cannot be done the transition is
         abandoned.  If none is open, and on the other ranks, it does nothing.
 
         Raises:
@@ -266,7 +314,7 @@ class Refit:
             _log.info("%s of record %r: nothing to be done: %s", what, self._record_id, answer.refused)
 
     def close(self) -> None:
-        """End threads and connections; engines go on serving what they serve.
+        """End threads and connections; engines go on serving what they serve, and a push that is pending is given up.
 
         Coordinators that run elsewhere are told that this trainer asks for none any more.
         """
@@ -288,6 +336,9 @@ class TrainerRefit(Refit):
 
         refit = TrainerRefit(model, control="sqlite:///tmp/run/record.db", delivery="file:///tmp/run/payloads")
         report = refit.push()     # after optimizer.step(), on every rank; returns once committed and folded
+
+        pending = refit.begin_push()     # or: returns once the weights are copied; train on, and before the next one
+        report = pending.result()        # on every rank
 
     Args:
         model: a module with plain or DTensor parameters (FSDP2, tensor parallel).

@@ -30,7 +30,7 @@ class RefitReport:
         elements: elements of the checkpoint.
         payloads: number of payloads.
         payload_bytes: their size.
-        wall_s: the whole push, on this rank.
+        wall_s: the whole push, on this rank; after ``begin_push`` from its return to the outcome.
         stages: seconds of work by stage: detect, encode, deliver, decode, apply, synchronise, fold; and blocked, for
             how long detection waited for encoding and the store.  Stages run at the same time.
         traffic: what this rank asked of the delivery store during the push; the only field that is not the same on

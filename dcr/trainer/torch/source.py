@@ -16,7 +16,8 @@ from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.identity import Kind
 from dcr.runtime.progress_log import untold
-from dcr.trainer.share import Live, OwnedShard, Share
+from dcr.trainer.share import OwnedShard, Share
+from dcr.trainer.snapshot import Live
 from dcr.trainer.torch.ownership import Ownership, Shard, assign
 from dcr.trainer.torch.projection import Projection, learn
 from dcr.trainer.torch.ranks import Ranks
@@ -28,8 +29,9 @@ class TorchSource:
 
     The baseline, the committed bits of the owned shards, lives in host memory; a new source takes the current weights
     as its baseline.  Parameters may be plain tensors (replicated on every rank) or DTensors of any sharding whose
-    gather is index-only.  Only the constructor and ``gather_state`` are collective.  A forward ``changes``, ``fold``
-    and the optimizer belong to one thread; iterating over ``changes(Kind.RESTORE)`` may go on in another.
+    gather is index-only.  Only the constructor and ``gather_state`` are collective.  A forward ``changes``, ``fold``,
+    ``snapshot`` and the optimizer take turns; once there is a snapshot the optimizer is free.  Iterating over
+    ``changes(Kind.RESTORE)`` may go on in another thread at any time.
 
     Weights on a GPU are compared, projected, hashed and written there; the baseline visits them chunk by chunk.
 
@@ -140,8 +142,20 @@ class TorchSource:
         """
         return self._share.nonfinite(self._look)
 
+    def snapshot(self) -> None:
+        """Pin the candidate by a copy of the live weights; not collective.  See ``Share.snapshot``.
+
+        Raises:
+            RefusedError: if the model's tensors are not the ones this source was made for; nothing was changed.
+        """
+        self._share.snapshot(self._look)
+
+    def hold(self) -> None:
+        """Read the live weights from here on; see ``Share.hold``."""
+        self._share.hold()
+
     def fold(self, expected: ContentDigest) -> None:
-        """Bring the baseline to the live weights in place, after the commit (D13); may be run again at any time.
+        """Bring the baseline to the candidate in place, after the commit (D13); may be run again at any time.
 
         Args:
             expected: this owner's share of the committed candidate's digest.

@@ -398,3 +398,25 @@ def test_a_baseline_that_was_lost_is_said_with_its_epoch() -> None:
     o = folding(3)
     why = "what was folded is not what was committed"
     assert o.folded(3, "d2") == [Step("o", "LoseBaseline", 3, why), ReportFolded(3, "", why)]
+
+
+def test_a_candidate_is_needed_until_k_and_the_fold_are_past_it() -> None:
+    o = owner()
+    nothing = CommitRecord.create("policy", "c", "d0")
+    tr = OpenTransition(1, "w", 1, Kind.RELATIVE, (OwnerRef("o", 1),), 0, ("add",), pushes=(1,))
+    open_ = nothing.open_attempt(tr, (Member("e", 1),))
+    assert o.needs_candidate(open_) == ""  # another owner's, or another incarnation's
+    sealed(o, 1)
+    assert o.needs_candidate(nothing) == ""
+    assert o.needs_candidate(open_) == "its transition to version 1 is open"
+    assert o.needs_candidate(msgspec.structs.replace(open_, open=msgspec.structs.replace(tr, candidate="x"))) == ""
+    assert o.needs_candidate(open_.stop("d1")) == ""  # its last attempt is fenced
+    assert o.needs_candidate(open_.stop("d1").abandon()) == ""
+    assert o.needs_candidate(committed(1, direction=Direction.BACK)) == ""  # nothing is folded
+    assert o.needs_candidate(committed(1)) == "epoch 1 was committed and is not folded yet"
+    assert o.needs_candidate(committed(2)) == ""  # it is not what was sealed here
+    o.fold(Fold("policy", 1))
+    o.learned(committed(1))
+    assert o.needs_candidate(committed(1)) == "epoch 1 is being folded"
+    o.folded(1, "d1")
+    assert o.needs_candidate(committed(1)) == ""
