@@ -119,21 +119,28 @@ class Child:
         if not self.stopped and self.exitcode is None and _state(self.pid) == "T":
             self.go_on()
 
-    def kill(self) -> None:
+    def kill(self) -> list[dict[str, Any]]:
         """SIGKILL, wait for the end, and let go of what the harness holds of it; safe to repeat.
+
+        Returns:
+            What it had said that nobody had read.
 
         Raises:
             ChildError: it did not end.
         """
         if self._ended_with is not None:
-            return
+            return []
         self._process.kill()
         self._process.join(END_TIMEOUT_S)
         if self._process.exitcode is None:
             raise ChildError(f"{self.name} (process {self.pid}) did not end in {END_TIMEOUT_S:g} s after SIGKILL")
         self._ended_with = self._process.exitcode
         self._process.close()  # a soak has thousands of them, and each would keep two files open
+        unread: list[dict[str, Any]] = []
+        while self.pipe.poll() and (message := self.receive()) is not None:
+            unread.append(message)
         self.pipe.close()
+        return unread
 
     def _signal(self, number: int) -> None:
         if self.exitcode is None:

@@ -178,7 +178,9 @@ class Supervisor:
     def _died(self, child: Child) -> None:
         child.gone = True
         child.zombie = False
-        child.kill()  # it has ended: what the harness holds of it is let go
+        for message in child.kill():
+            if message["what"] == "fault":  # it came, whoever was heard first: it is not to come again
+                self._fired(child, self._strikes[message["number"]])
         for index in child.config.engines:
             self._serving[f"engine-{index}"] = None
         expected = child.pid in self._expected_deaths
@@ -287,15 +289,10 @@ class Supervisor:
         self._fleet.start_trainer(self._pushes.checkpoint)
 
     def kill(self, child: Child) -> None:
-        """SIGKILL, as a fault asks for; nothing that it said before is lost."""
-        self._expected_deaths.add(child.pid)
-        child.kill()
-        self._died(child)
-
-    def _see_off(self, child: Child) -> None:
-        """What is to be replaced is gone first, also if it kills itself and that was not noticed yet."""
+        """SIGKILL, as a fault asks for or before it is replaced, unless its end was noticed; what it said is heard."""
         if not child.gone:
-            self.kill(child)
+            self._expected_deaths.add(child.pid)
+            self._died(child)
 
     def restart_node(self, name: str, strikes: Sequence[Strike] | None = None) -> None:
         """Start a node again; faults that have not come yet may come in the new process.
@@ -305,14 +302,14 @@ class Supervisor:
             strikes: those of a restore, which the engines are then made to need; None where nothing is to be restored.
         """
         self._totals.restarts += 1
-        self._see_off(self._fleet.nodes[name])
+        self.kill(self._fleet.nodes[name])
         number, armed = self._fleet.nodes[name].config.number, self._still_armed(name, strikes)
         self._fleet.start_node(number, armed, foreign=strikes is not None)
 
     def restart_coordinator(self, name: str) -> None:
         """Start a coordinator again; faults that have not come yet may come in the new process."""
         self._totals.restarts += 1
-        self._see_off(self._fleet.coordinators[name])
+        self.kill(self._fleet.coordinators[name])
         self._fleet.start_coordinator(self._fleet.coordinators[name].config.number, self._still_armed(name, None))
 
     def restart_trainer(self) -> None:
