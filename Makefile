@@ -1,7 +1,7 @@
 BIN := .venv/bin
 START := $(shell date +%s)
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-# What starts engines of vLLM and training ranks wants the machine for itself.
+# What starts engines of vLLM and training ranks comes after the rest: it wants the memory for itself.
 SLOW := tests/integration
 
 .DEFAULT_GOAL := help
@@ -22,7 +22,7 @@ lint: install ## ruff check, ruff format --check, mypy
 
 test: install ## lint, and every test that is not marked long
 	@($(LINT) && $(BIN)/pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(SLOW:%=--ignore=%) \
-	&& $(BIN)/pytest -m "not long" $(SLOW)); status=$$?; \
+	&& $(BIN)/pytest -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder $(SLOW)); status=$$?; \
 	echo "make test: $$(( $$(date +%s) - $(START) )) s"; exit $$status
 
 test-long: install ## the tests marked long, and what fault tests wrote down, held to the specification

@@ -6,6 +6,14 @@ import vllm_support as support
 from tests.integration import megatron_ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+def pytest_collection_modifyitems(items):
+    """Of several workers one takes a whole file, and all of those that share what Megatron's ranks saw."""
+    for item in items:
+        group = "megatron" if item.path.stem.startswith("test_megatron") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def twin():
     """Fresh engines on any checkpoint, in a process that has imported vLLM once."""
