@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from dcr.chaos.scenario import Fault
 from dcr.protocol.leader import REWRITES_MAX
 
@@ -169,15 +171,8 @@ _COORDINATORS = (
             Fault(at="coordinator at OrderOpenApply", do="roll_back", push_error="rolled back", operator="resume"),
         ),
     ),
-    Case(
-        "kill coordinator at RollBack",
-        (
-            _UNDER_WAY,
-            Fault(at="coordinator at OrderOpenApply", do="roll_back"),
-            Fault(at="coordinator at RollBack"),
-        ),
-    ),
 )
+_TURNED_BACK = Fault(at="coordinator at OrderOpenApply", do="roll_back")
 _STOP_POINTS = ("coordinator at Stop", "coordinator between CAS sent and answered of Stop")
 COORDINATORS = (
     *(_after(Fault(at="receiver[1] at BeginWrite"), at, settings=_STOPS) for at in _STOP_POINTS),
@@ -192,6 +187,16 @@ COORDINATORS = (
             **_TWO,
         )
         for at in (*_STOP_POINTS, "coordinator before CAS of Stop")  # whoever leads next has the attempts that are left
+    ),
+    Case("kill coordinator at RollBack", (_UNDER_WAY, _TURNED_BACK, Fault(at="coordinator at RollBack"))),
+    Case(
+        "kill coordinator at RollBack, elsewhere",  # likewise: whoever leads next obeys the order
+        (
+            _UNDER_WAY,
+            msgspec.structs.replace(_TURNED_BACK, push_error="rolled back", operator="resume"),
+            Fault(at="coordinator at RollBack"),
+        ),
+        **_TWO,
     ),
     *(replace(case, coordinators=COORDINATORS_ELSEWHERE) for case in _COORDINATORS),
     Case(

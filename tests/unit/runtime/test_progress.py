@@ -18,7 +18,7 @@ from dcr.runtime.channel import Hub
 from dcr.runtime.progress import EngineStatus
 from dcr.runtime.progress_log import Stuck
 from dcr.runtime.registry import register_leader
-from tests.unit.runtime.test_node_agent import WAIT_S, Led, led, wait
+from tests.unit.runtime.led import WAIT_S, Led, led, wait
 
 
 @pytest.fixture
