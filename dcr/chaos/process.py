@@ -117,6 +117,8 @@ class Child:
     def keep_going(self) -> None:
         """Go on, should it have stopped itself only after it was told to go on."""
         if not self.stopped and self.exitcode is None and _state(self.pid) == "T":
+            if not self.pipe.closed and self.pipe.poll():
+                return  # it says there that it stops, and is to: nobody has read that yet
             self.go_on()
 
     def kill(self) -> list[dict[str, Any]]:
