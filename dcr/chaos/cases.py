@@ -90,7 +90,8 @@ ENGINES = (
     _kill("engine[1] in a request"),
     _after(Fault(at="engine[1] in a request", do="slow", for_s=30.0), "engine[1] at FailAttempt", gates=("sync",)),
     _after(
-        Fault(at="engine[1] at OpenGate", who="etcd", do="stall", for_s=12.0),  # whose gate is open then
+        # Whose gate is open then; for so long that a read fails, each after 10 s, and does not just come late.
+        Fault(at="engine[1] at OpenGate", who="etcd", do="stall", for_s=32.0),
         "engine[1] at LoseRecord",
         controls=("etcd",),
     ),

@@ -289,7 +289,7 @@ def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_t
         fleet.wait(lambda: "Publish" in actions(fleet))
         pending._offer._deadline = time.monotonic()  # as if push_timeout_s were over
         fleet.wait(lambda: pending.done)
-        with pytest.raises(PushTimeoutError, match=r"push 1 has no outcome after 60\.0 s"):
+        with pytest.raises(PushTimeoutError, match=r"push 1 has no outcome after 200\.0 s"):
             pending.result()
         fleet.version, fleet.states[1] = 1, trainer.pushed
     fleet.step()

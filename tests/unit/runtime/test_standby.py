@@ -29,9 +29,15 @@ def wait(what):
         time.sleep(0.01)
 
 
-def spoken(caplog):
-    """What was logged so far, before the test began included: pytest keeps that apart."""
-    return [record for phase in ("setup", "call") for record in caplog.get_records(phase)]
+class Spoken(logging.Handler):
+    """What was logged, from setup to teardown: what comes in between pytest's phases is in none of caplog's."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
 
 
 @pytest.fixture
@@ -65,9 +71,11 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def waiting(control, tmp_path, caplog, clock):
+def waiting(control, tmp_path, monkeypatch, caplog, clock):
     """What it has said so far; it looks often, and has nobody to lead."""
-    caplog.set_level(logging.INFO, "dcr.coordinator")
+    spoken, log = Spoken(), logging.getLogger("dcr.coordinator")
+    monkeypatch.setattr(log, "handlers", [*log.handlers, spoken])
+    caplog.set_level(logging.INFO, log.name)
     one = Standby(
         record_id="default",
         name="one",
@@ -78,7 +86,7 @@ def waiting(control, tmp_path, caplog, clock):
     )
     thread = threading.Thread(target=one.run)
     thread.start()
-    yield lambda: [record.getMessage() for record in spoken(caplog)]
+    yield lambda: list(spoken.messages)
     one.stop()
     thread.join(60)
     assert not thread.is_alive()
