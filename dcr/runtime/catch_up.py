@@ -19,7 +19,7 @@ from dcr.protocol.errors import DcrError
 from dcr.protocol.messages import OpenApply, StorageState
 from dcr.protocol.receiver import PrepareRank, RankAcknowledged, RankFailed, RankPrepared, RankState
 from dcr.protocol.record import CommitRecord, Member, decode_record
-from dcr.runtime.catch_up_plan import CannotCatchUpError, Plan, plan
+from dcr.runtime.catch_up_plan import CannotCatchUpError, Plan, committed_manifests, plan
 from dcr.runtime.committed_attempt import CommittedAttempt
 from dcr.runtime.fetch import Answers, Fetch
 from dcr.runtime.rank_messages import BeginCatchUp, EndCatchUp, Learn
@@ -35,6 +35,8 @@ _ROUNDS_MAX = 8
 """How often it goes on because another version was committed meanwhile."""
 _PATIENCE = 0.25
 """For this share of the time that a push waits for engines, one waits for an attempt that began without it to end."""
+_KEPT_S = 1.0
+"""When nothing has come for so long, it looks whether what it waits for was swept."""
 _LOOK_S = 0.1
 """How soon it is noticed that the node is closed."""
 
@@ -191,8 +193,15 @@ class CatchUp:
             order, self._inbox, self._ranks.call, ahead=s.fetch_ahead, timeout_s=s.delivery_timeout_s
         )
         acknowledged: set[str] = set()
+        moved = looked = time.monotonic()
         while acknowledged != set(self._ranks.names):
             steps = fetch.step()
+            now = time.monotonic()
+            if steps:
+                moved = looked = now
+            elif now - looked > _KEPT_S:
+                self._check_kept(attempt, fetch, now - moved)
+                looked = time.monotonic()
             for answers in steps:
                 for rank, answer in self._each(answers).items():
                     if any(isinstance(r, RankAcknowledged) for r in answer.results):
@@ -209,6 +218,12 @@ class CatchUp:
             states = [r.state for r in answer.results if isinstance(r, RankState)]
             if states != [whole]:
                 raise CannotCatchUpError(f"rank {rank} does not hold version {attempt.target} then: {states}")
+
+    def _check_kept(self, attempt: CommittedAttempt, fetch: Fetch, waited_s: float) -> None:
+        """All of it was delivered long ago, and is swept as others commit: then nothing of it comes any more."""
+        committed_manifests(self._look, attempt)
+        if waited_s > 2 * self._settings.delivery_timeout_s:
+            raise CannotCatchUpError(f"{fetch.waits_for} did not come in {waited_s:.0f} s")
 
     def _each(self, answers: Answers) -> Answers:
         """What every rank answered, if none refused or failed."""

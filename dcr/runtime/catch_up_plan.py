@@ -79,7 +79,7 @@ def plan(look: Look, record: CommitRecord, held: str) -> Plan | None:
     if record.baseline_id == held:
         return None
     attempts = _attempts(look, record, held)
-    manifests = [_manifests(look, a) for a in attempts]
+    manifests = [committed_manifests(look, a) for a in attempts]
     lines = [[p for m in found for p in m.payloads] for found in manifests]
     return Plan(tuple(attempts), tuple(map(len, lines)), tuple(sum(p.size_bytes for p in of) for of in lines))
 
@@ -118,8 +118,8 @@ def _attempt(look: Look, record_id: str, epoch: int) -> CommittedAttempt:
     return a
 
 
-def _manifests(look: Look, a: CommittedAttempt) -> list[Manifest]:
-    """The owners' manifests of an attempt, which are what was committed."""
+def committed_manifests(look: Look, a: CommittedAttempt) -> list[Manifest]:
+    """The owners' manifests of an attempt, which are what was committed; raises as ``plan`` does."""
     keys = [manifest_key(a.record_id, a.target, a.epoch, o.owner, o.incarnation) for o in a.owners]
     found = look(keys, MANIFEST_BYTES_MAX)
     gone = [o.owner for o, data in zip(a.owners, found, strict=True) if data is None]

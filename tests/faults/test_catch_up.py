@@ -251,6 +251,18 @@ def held_amid(fleet):
     return late, go_on
 
 
+def test_what_is_swept_meanwhile_is_waited_for_no_more(fleet_of, told):
+    fleet = fleet_of()
+    late, go_on = held_amid(fleet)
+    epoch = fleet.record().committed.epoch
+    for path in [*fleet.objects(epoch), fleet.manifest(epoch)]:
+        path.unlink()
+    go_on()
+    fleet.check(late)
+    assert restores(fleet) == 1
+    assert f"could not catch up, so it is restored: the manifest of rank-0, epoch {epoch}, is not kept" in told.text
+
+
 def test_how_far_it_is_can_be_asked_meanwhile(fleet_of, capsys):
     fleet = fleet_of()
     late, go_on = held_amid(fleet)
