@@ -318,8 +318,9 @@ class Fleet:
         while True:
             with contextlib.suppress(ControlPlaneUnavailableError):
                 lease = self._control.leader(RECORD)
-                # A leader's name begins with that of its process (Standby).
-                name = "" if lease is None else next((n for n in self.coordinators if lease.holder.startswith(n)), "")
+                # A leader's name is that of its process, a hyphen and what makes it one of a kind (Standby).
+                led_by = "" if lease is None else lease.holder
+                name = next((n for n in self.coordinators if led_by.startswith(f"{n}-")), "")
                 if name and not self.coordinators[name].gone:
                     return name
             if time.monotonic() > deadline:
