@@ -150,14 +150,14 @@ def test_a_way_that_leads_elsewhere_is_found_by_reading_back(fleet_of, told, mon
     fleet = fleet_of()
     fleet.check(fleet.engine("a"))
     pushed(fleet, 2)
-    apply = CatchUp._apply
+    apply, late = CatchUp._apply, Plain()
 
     def miss(self, attempt):
         apply(self, attempt)
-        fleet.engines[-1].model.embed.data[3, 3] += 1
+        late.embed.data[3, 3] += 1
 
     monkeypatch.setattr(CatchUp, "_apply", miss)
-    fleet.check(fleet.engine("late", Plain))
+    fleet.check(fleet.engine("late", lambda: late))
     assert restores(fleet) == 1
     assert "engine late could not catch up, so it is restored: all 6 canonical tensors together digest to" in told.text
 
