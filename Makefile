@@ -22,7 +22,7 @@ lint: install ## ruff check, ruff format --check, mypy
 
 test: install ## lint, and every test that is not marked long
 	@($(LINT) && $(BIN)/pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(SLOW:%=--ignore=%) \
-	&& $(BIN)/pytest -m "not long" -n 2 --dist loadgroup --no-loadscope-reorder $(SLOW)); status=$$?; \
+	&& $(BIN)/pytest -m "not long" -n 2 --no-loadscope-reorder $(SLOW)); status=$$?; \
 	echo "make test: $$(( $$(date +%s) - $(START) )) s"; exit $$status
 
 test-long: install ## the tests marked long, and what fault tests wrote down, held to the specification

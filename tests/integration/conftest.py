@@ -2,16 +2,33 @@
 
 import pytest
 import vllm_support as support
+from xdist.scheduler import LoadFileScheduling
 
 from tests.integration import megatron_ranks
 
+SHARE = ("test_inspect.py", "test_megatron_")
+"""What files begin with that use the ``megatron`` fixture."""
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+
+class WholeFiles(LoadFileScheduling):
+    """Of several workers one takes a whole file, and one all of those that share what Megatron's ranks saw.
+
+    ``--dist loadgroup`` would be for that, but pytest-xdist 3.8 groups nothing any more under pytest 9.2, and does not
+    say so (https://github.com/pytest-dev/pytest-xdist/issues/1386).
+    """
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "megatron" if file.rpartition("/")[2].startswith(SHARE) else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return WholeFiles(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    """Of several workers one takes a whole file, and all of those that share what Megatron's ranks saw."""
-    for item in items:
-        group = "megatron" if item.path.stem.startswith("test_megatron") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+    using = {item.path.name for item in items if "megatron" in getattr(item, "fixturenames", ())}
+    assert all(name.startswith(SHARE) for name in using), f"not all of {sorted(using)} would go to one worker"
 
 
 @pytest.fixture(scope="session")
