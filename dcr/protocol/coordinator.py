@@ -273,7 +273,9 @@ class Coordinator(Announcer):
 
     def _proceed(self) -> list[Effect]:
         """Do whatever is due, until nothing is."""
-        effects: list[Effect] = []
+        tr, effects = None if self.record is None else self.record.open, list[Effect]()
+        if tr is not None and tr.direction is Direction.FORWARD and self.seats.took_back(tr.owners, tr.pushes):
+            self._turning_back, self._turned_back = True, self.seats.took_part(self.seats.names)
         while more := self._next():
             effects += more
         return effects

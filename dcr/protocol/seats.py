@@ -100,6 +100,10 @@ class Seats:
             if push and o.owner in self and (self[o.owner].incarnation, self[o.owner].ready) == (o.incarnation, push)
         }
 
+    def took_back(self, owners: Iterable[OwnerRef], pushes: Iterable[int]) -> bool:
+        """True if one that still waits with these pushes says by now that its weights may not become a version."""
+        return any(self[name].refused for name in self.waiting(owners, pushes))
+
     def took_part(self, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """(incarnation, push) that these owners wait with."""
         return {name: (self[name].incarnation, self[name].ready) for name in names}

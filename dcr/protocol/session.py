@@ -149,7 +149,9 @@ def why_stopped(failures: list[str]) -> str:
     """What a push that stopped tells its caller: what is served now, what can be done, and each reason once."""
     return (
         "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
-        "Call push() to resume it with the same weights, push(dense=True) to send every element, or abandon(). "
+        "Call push() to resume it with the same weights, push(dense=True) to send every element, roll_back() to give "
+        "torn engines the committed bits in place, or abandon(); weights that begin_push() copied and that were changed "
+        "since cannot be resumed. "
         f"What happened: {_each_once(failures)}"
     )
 

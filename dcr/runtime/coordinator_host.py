@@ -379,7 +379,11 @@ class CoordinatorHost:
 
     def _explained(self, order: Order) -> Order:
         """A push that failed is also told of who is there and takes no part: perhaps that is what was missing."""
-        if not isinstance(order, Outcome) or not order.error or not self._status.strangers:
+        if not isinstance(order, Outcome):
+            return order
+        # Whoever hears that a push is over, and looks, is not to see it go on.
+        self._status = fleet_status(self._role, self._nodes, self._hub.refused)
+        if not order.error or not self._status.strangers:
             return order
         return msgspec.structs.replace(order, error=cut(f"{order.error}; {self._status.strangers}"))
 

@@ -36,7 +36,8 @@ def intervened(
     """
     record, effects = role.record, list[Effect]()
     waiting = tuple(name for name, seat in role.seats if seat.ready)
-    failures = tuple(cut(f) for f in role.failures) if waiting else ()
+    told = waiting or (record is not None and record.open is not None)  # else they are of a push that is over
+    failures = tuple(cut(f) for f in role.failures) if told else ()
     engines = standings(role, connected)
     refused, again = f"{role.leader} leads record {role.record_id!r}, not {order.record_id!r}", False
     if order.record_id == role.record_id:

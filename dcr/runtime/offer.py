@@ -26,12 +26,14 @@ class Offer:
 
     Attributes:
         refusal: why what is offered may not become a version; empty if it may, None as long as that is not known.
+        taken_back: why it may not become one any more, whatever was found; empty if it may.
     """
 
     def __init__(self, number: int, *, dense: bool, timeout_s: float) -> None:
         self.number = number
         self.dense = dense
         self.refusal: str | None = None
+        self.taken_back = ""
         self._deadline = time.monotonic() + timeout_s
         self._how: Outcome | DcrError | None = None
         self._acts: list[Callable[[], None]] = []

@@ -224,6 +224,16 @@ class OwnerHost:
                 break
         return None if offer.waiting else offer.outcome
 
+    def take_back(self, why: str) -> None:
+        """Have the push that waits, if one does, turned back, or ended before it is opened, whoever leads then.
+
+        The candidate stays pinned until it has ended.  It may have been committed by now: then it ends so.
+        """
+        offer = self._offer
+        if offer is not None and offer.waiting:
+            offer.taken_back = f"{self._source.owner}: {why}"
+            self._post(self._ready)
+
     def give_up(self, offer: Offer, why: DcrError) -> None:
         """End an offer that waits without an outcome, and take its candidate back."""
         if offer.end(why):
@@ -316,9 +326,10 @@ class OwnerHost:
 
     def _ready(self) -> list[role.Effect]:
         o = self._offer
-        if o is not None and o.waiting and o.refusal is not None:
+        if o is not None and o.waiting and (o.taken_back or o.refusal is not None):
             name, incarnation = self._source.owner, self._incarnation
-            self._send(CandidateReady(name, incarnation, o.number, refused=o.refusal, dense=o.dense))
+            refused = o.taken_back or o.refusal or ""
+            self._send(CandidateReady(name, incarnation, o.number, refused=refused, dense=o.dense))
         return []
 
     def _look_through(self, offer: Offer) -> None:

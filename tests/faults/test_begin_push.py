@@ -277,6 +277,52 @@ def test_closing_gives_a_pending_push_up_and_its_memory_back(fleet):
     fleet.check(a)
 
 
+@pytest.mark.parametrize("action", ["", "OpenAttempt", "Emit", "Seal", "Prepare", "OpenApply"])
+def test_a_push_that_is_rolled_back_at_any_moment_is_not_committed(fleet, action):
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.step()
+    with Trainer(fleet) as trainer:
+        if action:
+            fleet.once(action, lambda _: fleet.refit.roll_back())
+        pending = trainer.begin()
+        if not action:  # before the coordinator has heard of it, most of the time
+            fleet.refit.roll_back()
+        with pytest.raises(PushError, match="rolled back"):
+            pending.result()
+    fleet.check(a)
+    fleet.step()
+    fleet.push()
+    fleet.check(a)
+
+
+def test_a_push_that_waits_for_engines_is_rolled_back_although_nothing_is_open(fleet):
+    fleet.step()
+    with Trainer(fleet) as trainer:
+        pending = trainer.begin()
+        fleet.wait(lambda: "a push waits" in fleet.refit.status.fleet.waits_for)
+        fleet.refit.roll_back()
+        with pytest.raises(PushError, match="rank-0: rolled back on the trainer's order; nothing was opened or sent"):
+            pending.result()
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.step()
+    fleet.push()  # what was taken back was that push alone
+    fleet.check(a)
+
+
+def test_a_push_that_another_coordinator_leads_is_rolled_back_before_it_is_opened(fleet_with):
+    fleet = fleet_with()
+    fleet.step()
+    with Trainer(fleet) as trainer:
+        pending = trainer.begin()
+        fleet.refit.roll_back()
+        with pytest.raises(PushError, match="rank-0: rolled back on the trainer's order; nothing was opened or sent"):
+            pending.result()
+    a = fleet.engine("a")
+    fleet.check(a)
+
+
 @pytest.mark.parametrize("next_push", ["begin_push", pytest.param("push", marks=pytest.mark.long)])
 def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_the_next(fleet, next_push):
     a = fleet.engine("a")

@@ -287,13 +287,15 @@ class Refit:
         """Turn an open transition back: engines that it tore get the committed version's bits, in place.
 
         Call it on the first rank, from another thread while ``push`` waits or after ``begin_push``, and the push ends
-        in ``PushError``; or after a stop, while the weights are still those that were pushed or a snapshot holds them.
-        Where that cannot be done the transition is
-        abandoned.  If none is open, and on the other ranks, it does nothing.
+        in ``PushError``, whether it was opened or not, unless it is committed by then; or after a stop, while the
+        weights are still those that were pushed or a snapshot holds them.  Where that cannot be done the transition is
+        abandoned.  If no push waits and none is open, and on the other ranks, it does nothing.
 
         Raises:
             OperatorError: the coordinator is elsewhere, and could not be asked.
         """
+        if self._first:  # of a push that is not opened yet an order alone says nothing
+            self._host.take_back("rolled back on the trainer's order")
         if self._coordinator is not None:
             self._coordinator.roll_back()
         elif self._first:

@@ -1,5 +1,7 @@
 """Turning a transition back: how it ends, and that it always does (DESIGN D17)."""
 
+from collections.abc import Callable
+
 import pytest
 from leader import D0, D1, D2, TORN, V0, Leader, attempting, committed, leading, stopped, token
 
@@ -19,9 +21,19 @@ def torn(**settings: object) -> Leader:
     return at
 
 
-def test_the_operator_turns_a_transition_back() -> None:
-    at = torn()
+def ordered(at: Leader) -> None:
     at.do(at.c.roll_back())
+
+
+def taken_back(at: Leader) -> None:
+    """By the rank whose push it is; an order that comes too early says nothing, and this stands."""
+    at.owner(CandidateReady("o", 1, 1, refused="o: taken back"))
+
+
+@pytest.mark.parametrize("turn", [ordered, taken_back])
+def test_a_transition_is_turned_back(turn: Callable[[Leader], None]) -> None:
+    at = torn()
+    turn(at)
     assert at.record.open.direction is Direction.BACK
     assert (at.record.open.kind, at.record.open.attempts, at.record.open.target) == (Kind.ABSOLUTE, 2, 1)
     a, _, emit = at.take()
