@@ -218,8 +218,8 @@ class CandidateReady(_Message, frozen=True):
     push: int
     """1, 2, 3, ...: which push of this incarnation."""
     refused: str = ""
-    """Why this rank's weights may not become a version: then the push ends on every rank, and nothing is opened.  It may
-    be said again of a push whose transition is open: then that is turned back (DESIGN D17)."""
+    """Why this rank's weights may not become a version: then the push ends on every rank, and nothing is opened.  Said
+    of a push whose transition is open by then, it turns that back (DESIGN D17)."""
     dense: bool = False
     """Send every element (DESIGN D14); one rank that says so is enough."""
 

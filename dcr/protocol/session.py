@@ -150,8 +150,8 @@ def why_stopped(failures: list[str]) -> str:
     return (
         "the transition stopped; clean engines serve the committed version, torn ones stay gated. "
         "Call push() to resume it with the same weights, push(dense=True) to send every element, roll_back() to give "
-        "torn engines the committed bits in place, or abandon(); weights that begin_push() copied and that were changed "
-        "since cannot be resumed. "
+        "torn engines the committed bits in place, or abandon(); what begin_push() copied cannot be resumed once the "
+        "weights have changed. "
         f"What happened: {_each_once(failures)}"
     )
 

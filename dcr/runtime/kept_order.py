@@ -106,12 +106,14 @@ class KeptOrder:
         """Keep an order that can be obeyed, if it is one to keep; it replaces the one before.
 
         Raises:
-            NotNowError: it could not be kept, or this leader leads no more; nothing was done.
+            NotNowError: this leader leads no more, and nothing was done; or the control plane did not answer: if the
+                order is kept all the same it is obeyed once that is back.
         """
         tr = None if role.record is None else role.record.open
         if tr is None or not (order.what in _GIVEN_UP or (order.what in _GOES_ON and role.held)):
             return
         kept = Kept(tr.candidate, tr.attempts, order.what, order.order_id)
+        self._looked = False  # until it is known what is kept
         try:
             self._control.register(self._record_id, _KIND, _NAME, msgspec.msgpack.encode(kept))
             stored = self._control.read(self._record_id)
@@ -119,8 +121,10 @@ class KeptOrder:
             raise NotNowError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
         if stored is None or stored.revision != role.revision:
             self._forget(kept)
+            self._looked = True
             raise NotNowError(f"{role.leader} leads no more: ask again, its successor will answer")
         self._kept = self._obeyed = kept
+        self._looked = True
 
     def due(self, role: Coordinator) -> list[Effect]:
         """What follows from an order that another leader was given and did not come to.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dcr.control_plane.interface import ControlPlane
+from dcr.control_plane.interface import ControlPlane, ControlPlaneUnavailableError
 from dcr.protocol.errors import DcrError
 from dcr.protocol.messages import (
     Intervene,
@@ -123,19 +123,37 @@ def intervene(
         else:
             if not isinstance(answer, Intervened):
                 raise leader.nonsense(answer)
-            if not answer.again or time.monotonic() >= until:
+            if not answer.again:
+                return answer
+            if time.monotonic() >= until:
+                if _kept(control, order) is not False:
+                    raise OperatorError(f"{answer.refused}; {_became_of(control, order)}")
                 return answer
         time.sleep(_AGAIN_S)
 
 
 def _became_of(control: ControlPlane, order: Intervene) -> str:
     """What an order has come to that no leader has answered."""
-    if order.what is Intervention.SHOW:
-        return "ask again"
-    kept = kept_order(control, order.record_id)
-    if kept is None or kept.order_id != order.order_id:
-        return "nothing is ordered until now: ask again"
-    return f"{order.what} is ordered all the same: it was taken before that, and whoever leads next obeys it"
+    match _kept(control, order):
+        case _ if order.what is Intervention.SHOW:
+            return "ask again"
+        case None:
+            return (
+                f"whether {order.what} is ordered all the same is not known, for the control plane is away: ask again"
+            )
+        case False:
+            return "nothing is ordered until now: ask again"
+        case True:
+            return f"{order.what} is ordered all the same: it was taken before that, and whoever leads obeys it"
+
+
+def _kept(control: ControlPlane, order: Intervene) -> bool | None:
+    """Whether the order is kept; None if that cannot be told now."""
+    try:
+        kept = kept_order(control, order.record_id)
+    except ControlPlaneUnavailableError:
+        return None
+    return kept is not None and kept.order_id == order.order_id
 
 
 @dataclass(frozen=True)

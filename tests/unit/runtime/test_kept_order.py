@@ -168,6 +168,25 @@ def test_no_attempt_is_opened_before_orders_were_looked_for(control):
     assert control.read("policy").revision == at.revision + 1
 
 
+@pytest.mark.parametrize("call", ["register", "read"])
+def test_what_was_kept_although_the_answer_was_lost_is_obeyed_by_the_one_that_was_asked(control, monkeypatch, call):
+    at = stopped(control)
+    took = getattr(control, call)
+
+    def loses(*args):
+        took(*args)
+        raise ControlPlaneUnavailableError("its answer was lost")
+
+    with monkeypatch.context() as away:
+        away.setattr(control, call, loses)
+        assert "the control plane is away" in at.order("roll-back", "one")
+        assert at.again
+    assert kept_order(control, "policy").order_id == "one"
+    at.looks()
+    assert at.record.open.direction is Direction.BACK
+    assert at.order("roll-back", "one") == ""  # asked again, for its answer was lost: obeyed once
+
+
 def test_an_end_waits_a_look_for_owners_that_are_on_their_way(control):
     assert stopped(control).order("abandon", dies=True) == ""
     at = Led(control, "c2", **WAITS)

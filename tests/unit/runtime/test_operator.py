@@ -35,11 +35,11 @@ class Leader:
             return
         self.orders.append(decode_report(event.message))
         turn = self.turns.pop(0) if self.turns else None
+        if callable(turn):
+            turn = turn(self.orders[-1])
         if isinstance(turn, Intervened):
             self.hub.send(event.peer, encode_message(turn))
         else:
-            if turn is not None:
-                turn(self.orders[-1])
             self.hub.drop(event.peer, "it was killed")
 
     def keep(self, order):
@@ -86,7 +86,7 @@ def test_a_leader_that_stays_busy_is_what_it_says(leader):
 @pytest.mark.parametrize(
     ("what", "kept", "told"),
     [
-        ("abandon", True, "abandon is ordered all the same: it was taken before that, and whoever leads next obeys it"),
+        ("abandon", True, "abandon is ordered all the same: it was taken before that, and whoever leads obeys it"),
         ("abandon", False, "nothing is ordered until now: ask again"),
         ("show", False, "ask again"),
     ],
@@ -95,6 +95,16 @@ def test_it_says_what_became_of_an_order_that_nobody_answered(leader, what, kept
     leader.turns = [leader.keep if kept else None]
     with pytest.raises(OperatorError, match=f"; {told}$"):
         leader.order(what, answer_s=0.4)
+
+
+def test_an_order_that_a_leader_refused_and_kept_all_the_same_is_not_told_as_refused(leader):
+    def keeps(order):
+        leader.keep(order)
+        return BUSY
+
+    leader.turns = [keeps] * 100
+    with pytest.raises(OperatorError, match="roll-back is ordered all the same: it was taken before that"):
+        leader.order("roll-back", answer_s=0.4)
 
 
 def test_an_order_of_somebody_else_is_not_taken_for_it(leader):
