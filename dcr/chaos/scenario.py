@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dcr.chaos.model import CHECKPOINT, VLLM
+from dcr.chaos.model import CHECKPOINT, POLICY, SERVED, VLLM
 from dcr.chaos.point import Point, Who
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.settings import Settings
@@ -46,9 +46,9 @@ class Trainer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The user's own models, by ``package.module:factory``; each factory takes nothing and returns a torch module."""
 
-    trainer: str = "dcr.chaos.model:policy"
+    trainer: str = POLICY
     """Its state dict is the checkpoint; or ``checkpoint:/folder``, the tensors of a Hugging Face checkpoint."""
-    engine: str = "dcr.chaos.model:served"
+    engine: str = SERVED
     """Has a native loader, ``load_weights``, for that checkpoint; or ``vllm``, which makes engines of vLLM on it."""
 
     def __post_init__(self) -> None:
