@@ -192,11 +192,10 @@ class WatchedStorage:
     def apply(self, items: Sequence[Item]) -> int:
         """See ``Storage``; cut in two where a fault strikes in between."""
         epoch, payload = self.writing
-        armed = self._trigger.items(self._index, payload, epoch)
+        armed = self._trigger.items(self._index, payload, epoch, len(items))
         if armed is None:
             return self._storage.apply(items)
-        cut = min(armed.items, len(items))
-        done = self._storage.apply(items[:cut])
+        done = self._storage.apply(items[: armed.items])
         if self._trigger.strike(armed, epoch) == "error":
-            raise InjectedError(f"an injected error after {cut} of {len(items)} items")
-        return done + self._storage.apply(items[cut:])
+            raise InjectedError(f"an injected error after {armed.items} of {len(items)} items")
+        return done + self._storage.apply(items[armed.items :])

@@ -1,9 +1,11 @@
 """The small models of scenarios that bring none of their own, and how a user's are found."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +25,12 @@ VLLM = "vllm"
 """As an engine's model: an engine of vLLM, on the trainer's checkpoint."""
 CHECKPOINT = "checkpoint:"
 """As a trainer's model, before the folder of a Hugging Face checkpoint: its tensors, under their own names."""
+POLICY = "dcr.chaos.model:policy"
+"""The trainer's model where a scenario gives none."""
+SERVED = "dcr.chaos.model:served"
+"""The engine's, likewise: it serves what ``POLICY`` trains."""
+_LISTED_MAX = 12
+"""Factories that an error lists; a module may have hundreds."""
 
 
 def make(factory: str) -> nn.Module:
@@ -33,11 +41,7 @@ def make(factory: str) -> nn.Module:
     """
     if factory.startswith(CHECKPOINT):
         return Tensors(Path(factory.removeprefix(CHECKPOINT)))
-    module, _, name = factory.partition(":")
-    try:
-        make_it = getattr(import_module(module), name)
-    except RAISED as e:  # importing runs the user's module
-        raise RefusedError(f"model {factory!r}: {_told(e)}; put the folder of its module on PYTHONPATH") from e
+    make_it = _found(factory)
     try:
         made = make_it()
     except RAISED as e:
@@ -45,6 +49,38 @@ def make(factory: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise RefusedError(f"model {factory!r} makes a {type(made).__name__}, not a torch module")
     return made
+
+
+def _found(factory: str) -> Any:
+    """What ``package.module:factory`` names."""
+    of, _, name = factory.partition(":")
+    try:
+        module = import_module(of)
+    except RAISED as e:  # importing runs the user's module
+        unknown = isinstance(e, ModuleNotFoundError) and f"{of}.".startswith(f"{e.name}.")
+        todo = "put the folder of its module on PYTHONPATH" if unknown else f"that is what importing {of} raises"
+        raise RefusedError(f"model {factory!r}: {_told(e)}; {todo}") from e
+    try:
+        return getattr(module, name)
+    except RAISED as e:  # a module may have a __getattr__
+        place = getattr(module, "__file__", None) or "its folder"
+        raise RefusedError(f"model {factory!r}: {_told(e)}; in {place} there is {_others(module, name)}") from e
+
+
+def _others(module: ModuleType, name: str) -> str:
+    """For an error: what the module defines, itself or in modules below it, that may be a factory."""
+    own = f"{module.__name__}."
+    known = [
+        n
+        for n, value in vars(module).items()
+        if callable(value) and not n.startswith("_") and f"{getattr(value, '__module__', '')}.".startswith(own)
+    ]
+    if not known:
+        return "no class or function that could be meant"
+    near = get_close_matches(name, known, 1)
+    meant = f"; did you mean {module.__name__}:{near[0]}?" if near else ""
+    more = ", ..." if len(known) > _LISTED_MAX else ""
+    return f"{', '.join(known[:_LISTED_MAX])}{more}{meant}"
 
 
 def check(trainer: str, engine: str) -> None:
@@ -58,6 +94,11 @@ def check(trainer: str, engine: str) -> None:
         return
     weights = {name: t.detach().clone() for name, t in make(trainer).state_dict().items()}
     loader: Any = make(engine)
+    if engine == SERVED and (skipped := weights.keys() - make(POLICY).state_dict().keys()):
+        # Its loader would skip them, and as no engine holds them, no push would ever commit.
+        raise RefusedError(
+            f"model {engine!r}: it has no place for {min(skipped)!r} of {trainer!r}{_of_harness(trainer, engine)}"
+        )
     if not callable(getattr(loader, "load_weights", None)):
         raise RefusedError(f"model {engine!r}: it has no load_weights(weights), the native loader of an engine's model")
     try:
@@ -65,7 +106,19 @@ def check(trainer: str, engine: str) -> None:
     except RAISED as e:
         raise RefusedError(
             f"model {engine!r}: its load_weights, given the tensors of {trainer!r}, raises {_told(e)}"
+            f"{_of_harness(trainer, engine)}"
         ) from e
+
+
+def _of_harness(trainer: str, engine: str) -> str:
+    """For an error: if the harness's own model met one of the user's, that this is what comes of a key left out."""
+    if (trainer == POLICY) == (engine == SERVED):
+        return ""
+    own, other, left = ("trainer", "engine", engine) if engine == SERVED else ("engine", "trainer", trainer)
+    return (
+        f"; {left!r} is the harness's own model, taken where `{other}` is left out: with a `{own}` of your own give "
+        f"`{other}` too"
+    )
 
 
 def _check_vllm(checkpoint: Path) -> None:

@@ -163,7 +163,7 @@ class Run:
         now = time.monotonic()
         for strike in strikes:
             if strike.fired_s is None:
-                self.checks.problems.append(f"the fault never came: {strike.fault}")
+                self.checks.problems.append(f"the fault never came: {strike.fault}{strike.missed}")
                 continue
             strike.recovered_s = now
             if strike.fault.push_error and not strike.told:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dcr.chaos.model import CHECKPOINT, VLLM
+from dcr.chaos.model import CHECKPOINT, POLICY, SERVED, VLLM
 from dcr.chaos.point import Point, Who
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.settings import Settings
@@ -46,9 +46,9 @@ class Trainer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The user's own models, by ``package.module:factory``; each factory takes nothing and returns a torch module."""
 
-    trainer: str = "dcr.chaos.model:policy"
+    trainer: str = POLICY
     """Its state dict is the checkpoint; or ``checkpoint:/folder``, the tensors of a Hugging Face checkpoint."""
-    engine: str = "dcr.chaos.model:served"
+    engine: str = SERVED
     """Has a native loader, ``load_weights``, for that checkpoint; or ``vllm``, which makes engines of vLLM on it."""
 
     def __post_init__(self) -> None:
@@ -90,9 +90,14 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for name in self.settings.keys() & _SAID_ELSEWHERE.keys():
             raise ValueError(f"settings: {name} {_SAID_ELSEWHERE[name]}")
         try:
-            Settings.of(self.all_settings)
+            members_min = Settings.of(self.all_settings).members_min
         except RefusedError as e:
             raise ValueError(f"{e}{_known_settings(self.settings)}") from e
+        if members_min > self.engines:
+            raise ValueError(
+                f"settings: members_min is {members_min}, and engines is {self.engines}: no push could commit; give "
+                "more engines, or a smaller members_min"
+            )
 
     @property
     def all_settings(self) -> dict[str, Any]:
@@ -175,10 +180,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             point, victim = self.point, self.victim
         except RefusedError as e:
             raise ValueError(str(e)) from e
-        _within("for_s", self.for_s, 0.0, SECONDS_MAX)
-        _within("restart_after_s", self.restart_after_s, 0.0, SECONDS_MAX)
-        if (self.for_s > 0) != (self.do in _LASTING):
-            raise ValueError(f"do: {self.do}: for_s belongs to {', '.join(_LASTING)}, and these need it")
+        self._check_seconds()
         if self.do == "fill" and victim.role != "store":
             raise ValueError("do: fill: a full disk is the store's; say who: store")
         if self.do == "partition" and victim.role == "coordinator":
@@ -200,6 +202,16 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError("do: duplicate: a payload comes twice at `receiver[N] at EndWrite`")
         if bool(self.operator) != bool(self.push_error):
             raise ValueError("push_error and operator come together: after the error somebody must do something")
+
+    def _check_seconds(self) -> None:
+        _within("for_s", self.for_s, 0.0, SECONDS_MAX)
+        _within("restart_after_s", self.restart_after_s, 0.0, SECONDS_MAX)
+        if (self.for_s > 0) != (self.do in _LASTING):
+            raise ValueError(f"do: {self.do}: for_s belongs to {', '.join(_LASTING)}, and these need it")
+        if self.restart_after_s > 0 and self.do != "kill":
+            raise ValueError(
+                f"do: {self.do}: restart_after_s belongs to kill: nothing else starts a process again then"
+            )
 
     @property
     def point(self) -> Point:

@@ -22,6 +22,7 @@ class Strike:
         told: whether a push ended with the error that the fault calls for.
         recovered_s: when every engine served what is committed, with every process back.
         over_s: when it was over, where that was the machine's to say: a killed server that answers again, for one.
+        short_items: the most items that its payload had, where the point wants more; None if it never was short.
     """
 
     number: int
@@ -32,6 +33,7 @@ class Strike:
     told: bool = False
     recovered_s: float | None = None
     over_s: float = 0.0
+    short_items: int | None = None
 
     @property
     def quiet_s(self) -> float:
@@ -39,6 +41,17 @@ class Strike:
         if self.fired_s is None:
             return 0.0
         return max(self.fired_s + self.fault.for_s + self.fault.restart_after_s, self.over_s)
+
+    @property
+    def missed(self) -> str:
+        """For an error: why it never came, and what to do, where that is known; otherwise empty."""
+        if self.short_items is None:
+            return ""
+        point = self.fault.point
+        return (
+            f": payload {point.payload} of that refit had no more than {self.short_items} items when {point.who} wrote "
+            "it: name fewer items, or another payload"
+        )
 
     def __str__(self) -> str:
         which = f" ({self.struck})" if self.struck.startswith("coordinator") else ""

@@ -165,6 +165,9 @@ class Supervisor:
                     raise ChildError(f"{engine} is out of service: {why}")
             case "fault":
                 self._fired(child, self._strikes[message["number"]])
+            case "short":
+                strike = self._strikes[message["number"]]
+                strike.short_items = max(message["items"], strike.short_items or 0)
             case "failed":
                 raise ChildError(f"{child.name}: {message['error']}; its log is {child.log}")
 

@@ -92,23 +92,43 @@ class Trigger:
             return ""
         return self._strike(due, epoch)
 
-    def items(self, index: int, payload: int, epoch: int) -> Armed | None:
-        """The armed fault within this payload's items, which is then the caller's to strike."""
+    def items(self, index: int, payload: int, epoch: int, there: int) -> Armed | None:
+        """The armed fault within this payload's items, which is then the caller's to strike.
+
+        One that wants more items than are ``there`` stays armed, for another attempt's payload may have them; the
+        harness is told why it did not come.
+        """
         with self._lock:
-            return self._due("receiver", index, "items", action="", epoch=epoch, payload=payload)
+            due = self._due("receiver", index, "items", action="", epoch=epoch, payload=payload, items=there)
+            here = self._here("receiver", index, "items", action="", epoch=epoch, payload=payload)
+            short = [a.number for a in here if a.items > there]
+        for number in short:
+            self._tell("short", number=number, items=there)
+        return due
 
     def strike(self, armed: Armed, epoch: int) -> str:
         """Strike now; as ``reached``."""
         return self._strike(armed, epoch)
 
-    def _due(self, role: str, index: int, kind: str, *, action: str, epoch: int, payload: int) -> Armed | None:
-        for a in self._armed.values():
-            here = (a.role, a.index, a.kind) == (role, index if a.role != "coordinator" else 0, kind)
-            if here and a.action in ("", action) and epoch >= a.epoch_min and a.payload == payload:
-                self._seen[a.number] = self._seen.get(a.number, 0) + 1
-                if self._seen[a.number] == a.count:
-                    return self._armed.pop(a.number)
+    def _due(
+        self, role: str, index: int, kind: str, *, action: str, epoch: int, payload: int, items: int = 0
+    ) -> Armed | None:
+        for a in self._here(role, index, kind, action=action, epoch=epoch, payload=payload):
+            if a.items > items:
+                continue
+            self._seen[a.number] = self._seen.get(a.number, 0) + 1
+            if self._seen[a.number] == a.count:
+                return self._armed.pop(a.number)
         return None
+
+    def _here(self, role: str, index: int, kind: str, *, action: str, epoch: int, payload: int) -> list[Armed]:
+        """The armed faults whose moment this is, but for how often it came, and for how many items there are."""
+        of = (role, 0 if role == "coordinator" else index, kind, payload)
+        return [
+            a
+            for a in self._armed.values()
+            if (a.role, a.index, a.kind, a.payload) == of and a.action in ("", action) and epoch >= a.epoch_min
+        ]
 
     def _strike(self, a: Armed, epoch: int) -> str:
         who = self._coordinator if a.role == "coordinator" else a.role

@@ -40,7 +40,7 @@ what time everything must serve again. The shortest one that says something:
   name: an engine dies in the middle of its writes
   deployment: {engines: 2, trainer: {refits: 3}}
   faults:
-    - at: "receiver[1] after 3 items of payload 2 in refit 2"
+    - at: "receiver[1] after 1 item of payload 2 in refit 2"
 
 Nothing of it has to be written in code. Each scenario leaves a folder: open its timeline.html first. A key or a
 sentence that is not known is refused with those that are."""

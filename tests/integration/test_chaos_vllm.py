@@ -21,7 +21,7 @@ SCENARIO = {
             "connect_timeout_s": 120.0,
         },
     },
-    "faults": [{"at": "receiver[1] after 3 items of payload 1"}],
+    "faults": [{"at": "receiver[1] after 1 item of payload 1"}],
     "recover_within_s": 240,
 }
 

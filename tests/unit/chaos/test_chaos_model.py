@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from dcr.chaos.bits import Twins
 from dcr.chaos.model import check, make, train_step
+from dcr.chaos.scenario import Model
 from dcr.protocol.errors import RefusedError
 
 OWN = Path(__file__).parents[3] / "examples" / "chaos"
@@ -29,6 +30,7 @@ class Loads(torch.nn.Module):
         ("own_models:Trained", "own_models:Trained", "no load_weights"),
         ("own_models:Trained", "own_models:Other", "own_models:Other.*no attribute 'Other'"),
         ("dcr.chaos.model:policy", "own_models:Served", "load_weights, given the tensors of .*KeyError: 'embed'"),
+        ("dcr.chaos.model:policy", "own_models:Served", "'dcr.chaos.model:policy' is .*own model.* give `trainer` too"),
         ("checkpoint:/not/there", "vllm", "/not/there"),
     ],
 )
@@ -53,6 +55,57 @@ def test_a_model_that_would_end_the_harness_is_refused(monkeypatch, tmp_path, tr
     monkeypatch.syspath_prepend(OWN)
     with pytest.raises(RefusedError, match=said):
         check(trainer, engine)
+
+
+_NET = """import torch
+from torch import nn
+class Policy(nn.Module):
+    def __init__(self, *shape, name="w"):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.zeros(*shape or (3,))))
+def other_shape():
+    return Policy(5, 7, name="q")
+def _private(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (
+            "mynet:Polcy",
+            r"no attribute 'Polcy'; in .*mynet\.py there is Policy, other_shape; did you mean mynet:Policy\?$",
+        ),
+        ("mynet:Zzz", r"no attribute 'Zzz'; in .*mynet\.py there is Policy, other_shape$"),
+        ("no_factory:make", r"no attribute 'make'; in .*no_factory\.py there is no class or function that could be"),
+        ("lacks:make", r"No module named 'not_installed'; that is what importing lacks raises$"),
+        ("mynot:Policy", r"No module named 'mynot'; put the folder of its module on PYTHONPATH$"),
+        ("mynet.more:Policy", r"No module named 'mynet.more'; 'mynet' is not a package; put the folder"),
+    ],
+)
+def test_a_factory_that_is_not_found_is_told_what_there_is(monkeypatch, tmp_path, factory, said):
+    (tmp_path / "mynet.py").write_text(_NET)
+    (tmp_path / "no_factory.py").write_text("from pathlib import Path\nN = 3\n")
+    (tmp_path / "lacks.py").write_text("import not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RefusedError, match=said):
+        make(factory)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ("mynet:Policy", "no place for 'w' of 'mynet:Policy'"),
+        ("mynet:other_shape", "its load_weights, given the tensors of 'mynet:other_shape', raises RuntimeError"),
+    ],
+)
+def test_a_trainer_of_ones_own_without_an_engine_is_told_that_it_wants_one(monkeypatch, tmp_path, trainer, said):
+    """The harness's engine would skip what it does not know, and no push commit."""
+    (tmp_path / "mynet.py").write_text(_NET)
+    monkeypatch.syspath_prepend(tmp_path)
+    hint = "'dcr.chaos.model:served' is the harness's own model, taken where `engine` is left out: .* give `engine` too"
+    with pytest.raises(RefusedError, match=f"(?s){said}.*; {hint}$"):
+        check(trainer, Model(trainer=trainer).engine)
 
 
 def test_a_loader_that_would_end_the_harness_late_is_a_problem_by_name(monkeypatch, tmp_path):

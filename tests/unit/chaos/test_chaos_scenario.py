@@ -65,6 +65,12 @@ def test_a_scenario_is_read():
         ("of Commit", "of Seal", r"'Seal' writes no record"),
         ("receiver[1] after", "receiver[1] at Comit, after", r"says nothing here"),
         ("do: fill, for_s: 1.5", "do: fill", r"for_s belongs to"),
+        (
+            "do: fill, for_s: 1.5",
+            "do: fill, for_s: 1.5, restart_after_s: 3",
+            r"do: fill: restart_after_s belongs to kill",
+        ),
+        ("ack_timeout_s: 4.0", "members_min: 5", r"settings: members_min is 5, and engines is 3.*give more engines"),
         ("do: fill", "do: explode", r"explode"),
         ("who: store, do: fill, for_s: 1.5", "do: step_early", r"breaks its word at `owner\[0\] at BeginFold`"),
         ("who: store, do: fill", "who: coordinator, do: partition", r"coordinator cannot be cut off"),
@@ -186,6 +192,44 @@ def test_a_coordinator_that_is_no_part_of_the_trainer_is_not_replaced_but_stalle
     Scenario(name="in the trainer", faults=(fault,))
     with pytest.raises(ValueError, match="stall the one that leads for longer than its lease"):
         Scenario(name="elsewhere", deployment=Deployment(coordinators=2), faults=(fault,))
+
+
+# Where each fault may strike, with what else it needs.
+ALLOWED = {
+    "kill": {"at": "receiver[1] at BeginWrite"},
+    "stall": {"at": "receiver[1] at BeginWrite", "for_s": 1.0},
+    "slow": {"at": "receiver[1] at BeginWrite", "for_s": 1.0},
+    "partition": {"at": "engine[1] at Prepare", "for_s": 1.0},
+    "fill": {"at": "owner[0] before payload 1", "who": "store", "for_s": 1.0},
+    "error": {"at": "owner[0] before payload 1"},
+    "duplicate": {"at": "receiver[1] at EndWrite"},
+    "replace": {"at": "coordinator before CAS of Commit"},
+    "roll_back": {"at": "coordinator at OrderOpenApply"},
+    "step_early": {"at": "owner[0] at BeginFold"},
+}
+
+
+@pytest.mark.parametrize("do", get_args(Do))
+def test_a_key_that_a_fault_would_ignore_is_refused(do):
+    good = ALLOWED[do]
+    Fault(do=do, **good)
+    if do == "kill":
+        Fault(do=do, **good, restart_after_s=1.0)
+    else:
+        with pytest.raises(ValueError, match=f"do: {do}: restart_after_s belongs to kill"):
+            Fault(do=do, **good, restart_after_s=1.0)
+    if "for_s" not in good:
+        with pytest.raises(ValueError, match=f"do: {do}: for_s belongs to stall, slow, partition, fill"):
+            Fault(do=do, **good, for_s=1.0)
+    if do not in ("kill", "stall", "partition"):  # whoever else they name would not be struck
+        with pytest.raises(ValueError, match=f"do: {do}: "):
+            Fault(do=do, **{**good, "who": "engine[0]"})
+
+
+def test_as_many_engines_as_there_are_may_be_needed():
+    Deployment(engines=5, settings={"members_min": 5})
+    with pytest.raises(ValueError, match="members_min is 6, and engines is 5"):
+        Deployment(engines=5, settings={"members_min": 6})
 
 
 @pytest.mark.parametrize("at", ["store before CAS of Commit", "store before payload 1"])
