@@ -110,7 +110,7 @@ def test_where_no_leases_are_kept_the_address_is_all_that_tells_of_a_leader(lead
     leader.control.compare_and_set("default", None, k, operation_id="op", actor="one", reason="test")
     leader.control.release(leader.lease)
     leader.turns = [ANSWER]
-    with pytest.raises(OperatorError, match="^nobody leads record 'default': one, the last leader that wrote it"):
+    with pytest.raises(OperatorError, match=r"^nobody leads record 'default': one, the last leader that wrote it"):
         leader.order("abandon")
     assert leader.orders == []
     monkeypatch.setattr(type(leader.control), "leases", False)
@@ -119,6 +119,6 @@ def test_where_no_leases_are_kept_the_address_is_all_that_tells_of_a_leader(lead
 
 def test_of_a_record_that_does_not_exist_nobody_is_asked(leader):
     leader.control.release(leader.lease)
-    with pytest.raises(NoRecordError, match="^there is no record 'default' at this address$"):
+    with pytest.raises(NoRecordError, match=r"^there is no record 'default' at this address$"):
         leader.order("abandon")
     assert leader.orders == []
