@@ -14,7 +14,7 @@ from dcr.control_plane.lease import Lease
 from dcr.protocol.leader import Phase
 from dcr.protocol.messages import Intervened, Intervention
 from dcr.protocol.record import Direction, OpenTransition, decode_record
-from dcr.runtime.operator import OperatorError, intervene
+from dcr.runtime.operator import NoRecordError, OperatorError, intervene
 from dcr.runtime.secret_path import run_secret
 
 _DESCRIPTION = """\
@@ -36,8 +36,9 @@ A push that waits ends with an error that says so after abandon and roll-back.
 
 An order outlives the leader that it is given to: its successor obeys it, and is asked if no answer came.
 
-Exit status: 0 shown, or ordered; 1 it makes no sense as things stand, and nothing was changed; 3 no leader answered:
-what was shown is from the record alone, and nothing is ordered, unless it says that the order was taken."""
+Exit status: 0 shown, or ordered; 1 it makes no sense as things stand, or there is no such record, and nothing was
+changed; 3 no leader answered: what was shown is from the record alone, and nothing is ordered, unless it says that the
+order was taken."""
 
 _HELP = {
     Intervention.SHOW: "how it stands",
@@ -74,8 +75,8 @@ def add(commands: Any) -> None:
             type=seconds,
             default=30.0,
             metavar="S",
-            help="how long to look for the leader, and then for its answer (30); a trainer that was closed has none, "
-            "and is not waited for",
+            help="how long to look for the leader, and then for its answer (30); where nobody leads and no trainer "
+            "asks for a coordinator, as after a trainer was closed, none is waited for",
         )
         one.add_argument("--json", action="store_true", help="end with one JSON object on the last line")
 
@@ -93,6 +94,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with waiting("transition", lambda: f"the leader of record {options.record_id!r}, {bound}"):
             answer = _asked(control, options, what)
         lease = None if answer.leader else control.leader(options.record_id)
+    except NoRecordError as e:
+        say(str(e))
+        return {"ok": False, "what": what.value, "record_id": options.record_id, "error": str(e)}
     finally:
         control.close()
     if what is not Intervention.SHOW:

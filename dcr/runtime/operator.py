@@ -22,6 +22,7 @@ from dcr.protocol.messages import (
     decode_order,
     encode_message,
 )
+from dcr.protocol.record import decode_record
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
 from dcr.runtime.channel_address import ChannelAddress
 from dcr.runtime.kept_order import kept_order
@@ -40,6 +41,10 @@ _AGAIN_S = 0.2
 
 class OperatorError(DcrError):
     """The leader could not be asked, or did not answer."""
+
+
+class NoRecordError(OperatorError):
+    """There is no such record, and nobody is about to make it: there is nothing to ask about."""
 
 
 def verify(
@@ -101,9 +106,12 @@ def intervene(
         What it answered; ``refused`` says why it does not obey.
 
     Raises:
-        OperatorError: as above; where a leader was asked, it says whether the order is kept, and obeyed all the same.
+        NoRecordError: there is no such record, and nobody leads it.
+        OperatorError: as above, and at once where nobody leads and no trainer asks for a coordinator; where a leader
+            was asked, it says whether the order is kept, and obeyed all the same.
         RefusedError: as above.
     """
+    _find_anybody(control, record_id)
     order = Intervene(record_id, what, secrets.token_hex(8))
     until = math.inf
     lost = ""
@@ -130,6 +138,27 @@ def intervene(
                     raise OperatorError(f"{answer.refused}; {_became_of(control, order)}")
                 return answer
         time.sleep(_AGAIN_S)
+
+
+def _find_anybody(control: ControlPlane, record_id: str) -> None:
+    """Refuse at once what only a leader that does not exist could answer.
+
+    The address of a leader stays in the registry when it is closed; that nobody leads, the lease says.  While a trainer
+    asks for a coordinator one may take over at any moment, and is waited for; a trainer that brings its own asks for
+    none, and whether it ever comes back nothing tells.
+    """
+    if control.leader(record_id) is not None:
+        return
+    stored = control.read(record_id)
+    if stored is None:
+        raise NoRecordError(f"there is no record {record_id!r} at this address")
+    if control.leases and roster(control, record_id) is None:
+        last = decode_record(stored.body).leader
+        raise OperatorError(
+            f"nobody leads record {record_id!r}: {last}, the last leader that wrote it, holds no lease any more, and "
+            f"no trainer asks for a coordinator; start the trainer again, with this control plane, and ask again once "
+            f"it leads (`dcr record show` says who does)"
+        )
 
 
 def _became_of(control: ControlPlane, order: Intervene) -> str:

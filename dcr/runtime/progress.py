@@ -22,6 +22,9 @@ _log = logging.getLogger("dcr.node")
 _COMMIT = "the commit"
 _RESETTING = "reset_caches (the gate's opening)"
 _LETTING_IN = "open_gate (the gate's opening)"
+_AGAIN_FIRST_S, _AGAIN_LAST_S = 1.0, 60.0
+"""An engine that stays out of service for one reason is told of again after so many seconds; then each pause is twice
+the one before, up to the second number."""
 
 
 class EngineStatus(Told, frozen=True):
@@ -37,7 +40,8 @@ class EngineStatus(Told, frozen=True):
     since: str
     """Since when the gate is as it is, or the engine is out of service: UTC, ISO 8601."""
     failed: bool
-    """The engine is out of service: it does not serve again by itself."""
+    """The engine is out of service: it does not serve again by itself.  Unless its caches could not be reset, as the
+    reason then says: that is tried again at every look at the record."""
     last_error: str
     """The last thing that went wrong, which may be over; empty if nothing did."""
     refit: RefitStatus | None = None
@@ -95,6 +99,7 @@ class Progress:
         self.failure = ""
         """Why the engine cannot go on; empty while it can."""
         self._last_error = (0.0, "")  # when, and what
+        self._tell_again = self._tell_pause = 0.0  # when, on the monotonic clock, and how long after the last time
 
     # ------------------------------------------------------------ what happens
 
@@ -175,10 +180,22 @@ class Progress:
         self._last_error = time.time(), text
 
     def gives_up(self, reason: str) -> None:
-        """The engine is out of service."""
-        self.went_wrong(reason)  # first: who sees that it failed sees this
-        self.failure, self._since = reason, time.time()
-        _log.error("engine %s is out of service: %s", self._node.engine, reason)
+        """The engine is out of service; of one that tries again and again, this comes each time.
+
+        What has not changed since the last time keeps its times, and is logged less and less often.
+        """
+        now, same = time.monotonic(), self.failure == reason
+        if not same or self._last_wrong[1] != reason:  # something else went wrong since: then this is the last again
+            self.went_wrong(reason)  # first: who sees that it failed sees this
+        if not self.failure:
+            self._since = time.time()
+        self.failure = reason
+        if same and now < self._tell_again:
+            return
+        self._tell_pause = min(2 * self._tell_pause, _AGAIN_LAST_S) if same else _AGAIN_FIRST_S
+        self._tell_again = now + self._tell_pause
+        still = f"still out of service, since {utc(self._since)}" if same else "out of service"
+        _log.error("engine %s is %s: %s", self._node.engine, still, reason)
 
     # ------------------------------------------------------------ what is asked
 
@@ -186,11 +203,17 @@ class Progress:
     def last_error(self) -> str:
         """What went wrong last, with its time: UTC, ISO 8601; empty if nothing did.
 
+        What keeps an engine out of service, and goes wrong again each time it is tried, has the time of the first.
         It stays when the leader is gone: that nobody leads is no error of this engine.
         """
-        elsewhere = (self._spoke.refused, self._meeting.last_problem)
-        at, text = max([self._last_error, *(found for found in elsewhere if found is not None)])
+        at, text = self._last_wrong
         return f"{utc(at)} {text}" if text else ""
+
+    @property
+    def _last_wrong(self) -> tuple[float, str]:
+        """When something went wrong last, on the wall clock, and what."""
+        elsewhere = (self._spoke.refused, self._meeting.last_problem)
+        return max([self._last_error, *(found for found in elsewhere if found is not None)])
 
     @property
     def serving(self) -> int | None:

@@ -13,11 +13,12 @@ from dcr import PushError
 from dcr.cli.main import main
 from dcr.control_plane.address import open_control_plane
 from dcr.protocol.record import CommitRecord, OwnerRef, encode_record
+from dcr.runtime.registry import register_leader
 from dcr.runtime.roster import close_roster, register_roster
 from dcr.runtime.settings import Settings
 from dcr.runtime.terms import terms
 from tests.faults.coordinator_process import Point
-from tests.faults.thread_fleet import WAIT_S, Fleet, flip, forge
+from tests.faults.thread_fleet import WAIT_S, flip, forge
 
 WAITS = {"attempts_max": 1, "stopped_push": "wait"}
 
@@ -356,8 +357,10 @@ def test_without_a_leader_it_shows_the_record_and_says_what_is_not_known(fleet_o
     with pytest.raises(PushError, match="the transition stopped"):
         fleet.push()
     epoch = fleet.record().epoch
+    leader = fleet.record().leader
     fleet.refit.close()
-    assert shown(fleet, capsys, "--timeout-s", "0.3") == (
+    began = time.monotonic()
+    assert shown(fleet, capsys) == (
         3,
         [
             f"record default: version 0, epoch {epoch}, nobody leads",
@@ -365,28 +368,66 @@ def test_without_a_leader_it_shows_the_record_and_says_what_is_not_known(fleet_o
             "  not known who pushes, what is waited for, why attempts failed, and who serves: only the leader knows",
         ],
     )
-    assert main(["transition", "show", "--control", fleet.addresses["control"], "--timeout-s", "0.3", "--json"]) == 3
+    assert main(["transition", "show", "--control", fleet.addresses["control"], "--json"]) == 3
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for order in ("resume", "dense", "abandon", "roll-back"):
+        assert main(["transition", order, "--control", fleet.addresses["control"]]) == 3
+    assert time.monotonic() - began < 20  # none of six waits for 30 s, though the address of the leader is still there
     assert (said["ok"], said["leader"], said["record"]["open"]["stopped"]) == (False, "", True)
-    assert "no leader of record 'default' could be reached in 0.3 s" in said["error"]
-
-
-def test_nobody_leads(tmp_path, capsys):
-    fleet = Fleet(tmp_path)
-    fleet.close()
-    assert main(["transition", "show", "--control", fleet.addresses["control"], "--timeout-s", "0.3"]) == 3
-    said = capsys.readouterr().err
-    assert (
-        "no leader of record 'default' could be reached in 0.3 s: is its trainer running, or a dcr coordinator?" in said
+    assert said["error"].startswith(
+        f"nobody leads record 'default': {leader}, the last leader that wrote it, holds no lease any more, and no "
+        f"trainer asks for a coordinator; start the trainer again"
     )
+    assert capsys.readouterr().err.count("nobody leads record 'default'") == 4
+    fleet.restart_trainer()
+    assert Operator(fleet, capsys)("show")[1]["leader"]
+
+
+def test_a_coordinator_that_may_stand_by_is_waited_for(tmp_path, capsys):
+    address = f"sqlite://{tmp_path}/record.db"
+    with closing(open_control_plane(address)) as control:
+        written(control)
+        register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(), b"s" * 32, "default"))
+    assert main(["transition", "show", "--control", address, "--timeout-s", "0.3"]) == 3
+    assert (
+        "no leader of record 'default' could be reached in 0.3 s: is its trainer running, or a dcr coordinator?"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("what", ["show", "resume", "dense", "abandon", "roll-back"])
+def test_a_record_that_does_not_exist_is_told_at_once(tmp_path, capsys, what):
+    address = f"sqlite://{tmp_path}/record.db"
+    with closing(open_control_plane(address)) as control:
+        written(control)
+        register_leader(control, "other", "127.0.0.1:1")  # as by a trainer that ended before it wrote any
+    began = time.monotonic()
+    assert main(["transition", what, "--control", address, "--record-id", "other", "--json"]) == 1
+    assert time.monotonic() - began < 10  # of 30
+    error = "there is no record 'other' at this address"
+    said = capsys.readouterr()
+    assert (said.out.splitlines()[0], said.err) == (error, "")
+    assert json.loads(said.out.splitlines()[1])["error"] == error
+
+
+def test_a_leader_that_has_not_made_its_record_yet_is_asked(tmp_path, capsys):
+    address = f"sqlite://{tmp_path}/record.db"
+    with closing(open_control_plane(address)) as control:
+        control.acquire("default", "one", 300)
+    assert main(["transition", "show", "--control", address, "--timeout-s", "0.3"]) == 3
+    assert "one holds the lease, and is not reached" in capsys.readouterr().err
+
+
+def written(control):
+    k = encode_record(CommitRecord.create("default", "leader", "0" * 32))
+    control.compare_and_set("default", None, k, operation_id="op", actor="leader", reason="test")
 
 
 def test_a_trainer_that_was_closed_is_not_waited_for(tmp_path, capsys):
     address = f"sqlite://{tmp_path}/record.db"
     with closing(open_control_plane(address)) as control:
         asked = register_roster(control, "default", [OwnerRef("rank-0", 1)], terms(Settings(), b"s" * 32, "default"))
-        k = encode_record(CommitRecord.create("default", "leader", "0" * 32))
-        control.compare_and_set("default", None, k, operation_id="op", actor="leader", reason="test")
+        written(control)
         close_roster(control, "default", asked)
     began = time.monotonic()
     assert main(["transition", "show", "--control", address]) == 3

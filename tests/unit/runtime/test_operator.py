@@ -7,10 +7,11 @@ import pytest
 
 from dcr.control_plane.address import open_control_plane
 from dcr.protocol.messages import Intervened, Intervention, decode_report, encode_message
+from dcr.protocol.record import CommitRecord, encode_record
 from dcr.runtime import operator
 from dcr.runtime.channel import Hub, Received
 from dcr.runtime.kept_order import Kept
-from dcr.runtime.operator import OperatorError, intervene
+from dcr.runtime.operator import NoRecordError, OperatorError, intervene
 from dcr.runtime.registry import register_leader
 from dcr.runtime.secret import record_secret
 
@@ -25,6 +26,7 @@ class Leader:
 
     def __init__(self, control):
         self.control = control
+        self.lease = control.acquire("default", "one", 300)
         self.turns = []
         self.orders = []
         self.hub = Hub(record_secret(SECRET, "default"), self._on_event)
@@ -111,3 +113,22 @@ def test_an_order_of_somebody_else_is_not_taken_for_it(leader):
     leader.turns = [lambda order: leader.keep(msgspec.structs.replace(order, order_id="another"))]
     with pytest.raises(OperatorError, match="nothing is ordered until now: ask again"):
         leader.order("abandon", answer_s=0.4)
+
+
+def test_where_no_leases_are_kept_the_address_is_all_that_tells_of_a_leader(leader, monkeypatch):
+    k = encode_record(CommitRecord.create("default", "one", "0" * 32))
+    leader.control.compare_and_set("default", None, k, operation_id="op", actor="one", reason="test")
+    leader.control.release(leader.lease)
+    leader.turns = [ANSWER]
+    with pytest.raises(OperatorError, match=r"^nobody leads record 'default': one, the last leader that wrote it"):
+        leader.order("abandon")
+    assert leader.orders == []
+    monkeypatch.setattr(type(leader.control), "leases", False)
+    assert leader.order("abandon") == ANSWER
+
+
+def test_of_a_record_that_does_not_exist_nobody_is_asked(leader):
+    leader.control.release(leader.lease)
+    with pytest.raises(NoRecordError, match=r"^there is no record 'default' at this address$"):
+        leader.order("abandon")
+    assert leader.orders == []

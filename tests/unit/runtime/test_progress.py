@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from dcr.delivery.sealed import SEAL_BYTES
 from dcr.protocol.identity import Base, Kind
 from dcr.protocol.messages import Acknowledged, OpenApply, Prepare, Prepared, Refuse
+from dcr.runtime import progress
 from dcr.runtime.channel import Hub
 from dcr.runtime.progress import EngineStatus
 from dcr.runtime.progress_log import Stuck
@@ -123,6 +125,66 @@ def test_an_engine_whose_gate_is_not_opened_says_so_and_the_log_warns(
     at.node.wait_serving(1, WAIT_S)
     wait(lambda: status(at).reason == "")  # an open_gate that took longer than the lease is followed by a close
     assert not any(isinstance(what, Stuck) for what in at.node._under_way().values())
+
+
+def test_caches_that_cannot_be_reset_are_tried_again_and_again_and_told_once(
+    at: Led, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried, why = [0], ["no room"]
+    real = at.engine.reset_caches
+
+    def raises() -> None:
+        tried[0] += 1
+        if why:
+            raise OSError(why[0])
+        real()
+
+    monkeypatch.setattr(progress, "_AGAIN_FIRST_S", WAIT_S)
+    at.policy.step(1)
+    order = at.prepare(stage=False)
+    root = at.emit(order)
+    at.send(OpenApply("default", order.epoch))
+    at.hear(Acknowledged)
+    monkeypatch.setattr(at.engine, "reset_caches", raises)
+    at.write(at.record.commit(at.content_digest, root, "op"))
+    wait(lambda: status(at).failed)
+    first = status(at)
+    assert (first.version, first.gate) == (None, "closed")
+    reason = "its caches could not be reset: OSError: no room"
+    assert first.last_error.endswith(f"Z {reason}")
+    before = tried[0]
+    wait(lambda: tried[0] >= before + 5)
+    assert status(at) == first
+
+    def told() -> list[str]:
+        return [line for line in caplog.messages if "out of service" in line]
+
+    assert told() == [f"engine a is out of service: {reason}"]
+    why[0] = "no device"
+    wait(lambda: status(at).last_error.endswith("OSError: no device"))
+    assert status(at).since == first.since
+    assert status(at).last_error > first.last_error
+    assert len(told()) == 2
+    why.clear()
+    wait(lambda: status(at).version == 1)
+    assert (status(at).failed, status(at).reason) == (False, "")
+    assert status(at).last_error.endswith("OSError: no device")
+
+
+def test_what_stays_wrong_is_told_after_1_s_and_then_each_time_after_twice_as_long_up_to_a_minute(
+    at: Led, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    it, told = at.node._agents["a"]._progress, []
+    for half in range(600):
+        now[0] = 100.0 + half / 2
+        said = len(caplog.messages)
+        it.gives_up("no room")
+        if len(caplog.messages) > said:
+            told.append(half / 2)
+    assert told == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243]
+    assert re.fullmatch(r"engine a is still out of service, since .*Z: no room", caplog.messages[-1])
 
 
 def test_a_gate_that_is_to_go_on_after_it_could_not_be_drained_says_so_too(
