@@ -18,9 +18,10 @@ from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.holding import Holding
 from dcr.delivery.relay.peer import Peer, Shipment, end
 from dcr.delivery.relay.tree import Branch, Node
-from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.relay.wire import SAID_CHARS_MAX, Failure, RelayError
 from dcr.delivery.traffic import Traffic, TrafficCounter
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.messages import cut
 
 _log = logging.getLogger("dcr.relay")
 _ACCEPT_PAUSE_S = 0.1
@@ -170,7 +171,7 @@ class RelayNode:
             self._converse(secured)
         except (OSError, DeliveryError, RefusedError) as e:
             if not self._closed:
-                _log.warning("relay %s: a connection ended: %s", self.address, e or repr(e))
+                _log.warning("relay %s: a connection ended: %s", self.address, cut(str(e) or repr(e), SAID_CHARS_MAX))
         except Exception:  # noqa: BLE001 - one connection's trouble is not another's
             _log.exception("relay %s: a connection ended", self.address)
         finally:

@@ -13,7 +13,8 @@ from dcr.credentials.folder import Credentials
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.tree import Branch, Node
-from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.relay.wire import SAID_CHARS_MAX, Failure, RelayError
+from dcr.protocol.messages import cut
 
 _CLOSING = "this process is closing"
 
@@ -40,7 +41,7 @@ class Shipment:
         """The peer was not reached, and so neither were those behind it, which is not their fault."""
         behind = (n for branch in self.branches for n in branch.nodes())
         return (
-            Failure(node.name, reason, lost=True),
+            Failure(node.name, cut(reason, SAID_CHARS_MAX), lost=True),
             *(Failure(n.name, f"behind {node.name}, which was not reached", lost=False) for n in behind),
         )
 

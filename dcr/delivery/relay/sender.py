@@ -13,8 +13,9 @@ from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_pr
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.peer import Peer, Shipment, end
 from dcr.delivery.relay.tree import Node, plan
-from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.relay.wire import SAID_CHARS_MAX, Failure, RelayError
 from dcr.delivery.traffic import Traffic, TrafficCounter
+from dcr.protocol.messages import cut
 
 _log = logging.getLogger("dcr.relay")
 _NAMED_MAX = 5
@@ -98,7 +99,7 @@ class RelaySender:
         if failures:
             with self._lock:
                 self._suspects |= {f.node for f in failures if f.lost}
-            named = "; ".join(f"{f.node}: {f.reason}" for f in failures[:_NAMED_MAX])
+            named = "; ".join(cut(f"{f.node}: {f.reason}", SAID_CHARS_MAX) for f in failures[:_NAMED_MAX])
             more = "" if len(failures) <= _NAMED_MAX else f"; and {len(failures) - _NAMED_MAX} more"
             raise RelayError(f"object {key} ({len(data)} bytes) did not get to {len(failures)} nodes: {named}{more}")
 

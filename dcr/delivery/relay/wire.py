@@ -15,6 +15,8 @@ from dcr.delivery.relay.tree import Branch
 GREETING = b"dcrR\x01"
 """What both ends say first: the protocol, and its version."""
 HEAD_BYTES_MAX = 1 << 20
+SAID_CHARS_MAX = 600
+"""Most of a reason in errors and logs: a peer's word may be as long as a head."""
 CUT = 1 << 18
 """Bytes handed to a socket at once, so that a time-out is about a silence and not about a whole object."""
 

@@ -15,7 +15,7 @@ from dcr.delivery.relay import wire
 from dcr.delivery.relay.address import open_relay
 from dcr.delivery.relay.peer import Peer
 from dcr.delivery.relay.sender import encode_node
-from dcr.delivery.relay.tree import Node
+from dcr.delivery.relay.tree import Branch, Node
 from dcr.delivery.relay.wire import RelayError
 
 EPOCH = "r/00000000000000000001"
@@ -172,3 +172,44 @@ def test_a_node_closes_while_a_peer_says_nothing_in_the_handshake(ends):
         node.close()
         assert time.monotonic() - began < LONG_S
         assert not left("dcr-relay-in")
+
+
+# ---------------------------------------------------------------- peers that say much
+
+
+def test_what_a_peer_said_is_logged_in_part(ends, caplog):
+    node = ends.open("node", "peer_timeout_s=10")
+    with ends.connect(node) as connection:
+        wire.send_frame(connection, wire.OBJECT, wire.Object("../" + "a" * 500_000, 1, bytes(16), ()))
+        assert wire.receive_frame(connection) is None
+    node.close()
+    (said,) = [r.getMessage() for r in caplog.records if "a connection ended" in r.getMessage()]
+    assert "object key '../aaa" in said
+    assert "characters left out" in said
+    assert len(said) < 800
+
+
+def test_reasons_of_a_receipt_are_told_in_part(ends, monkeypatch):
+    ends.open("node", "peer_timeout_s=10")
+    owner = ends.open("owner", "peer_timeout_s=10")
+    missed = tuple(wire.Failure("x" * 1000, "y" * 100_000, lost=False) for _ in range(9))
+    monkeypatch.setattr(Peer, "send", lambda _peer, shipment: shipment.then(missed))
+    with pytest.raises(RelayError, match=r"did not get to 9 nodes: xxx.* and 4 more") as e:
+        owner.put(f"{EPOCH}/x", b"x")
+    assert len(str(e.value)) < 5 * 700
+
+
+def test_a_name_of_another_node_is_told_in_part(ends):
+    node = ends.open("node", "peer_timeout_s=10")
+    there = Branch(Node("ghost", "h" * 100_000, 1))
+    with ends.connect(node) as connection:
+        offered = wire.Object(f"{EPOCH}/x", 1, xxhash.xxh3_128_digest(b"x"), (there,))
+        wire.send_frame(connection, wire.OBJECT, offered)
+        assert wire.receive_frame(connection) == (wire.GO, b"")
+        connection.sendall(b"x")
+        while (frame := wire.receive_frame(connection)) == (wire.BUSY, b""):
+            pass
+        assert frame is not None
+        (failure,) = wire.parse(frame[1], wire.Receipt).failures
+    assert failure.node == "ghost"
+    assert len(failure.reason) < 700
