@@ -26,10 +26,13 @@ from typing import Protocol
 from dcr.delivery.traffic import Traffic
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.protocol.identity import PayloadIdentity
+from dcr.protocol.messages import cut
 from dcr.s3.segment import segment_of
 
 KEY_CHARS_MAX = 512
 """Longest key, in characters."""
+QUOTED_CHARS_MAX = 300
+"""Most of a refused key that errors quote: it may come from another machine."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,199}")
 _NUMBER_MAX = 2**64 - 1
@@ -135,8 +138,8 @@ def check_key(key: str) -> None:
     """Raise RefusedError unless the key is 1 to 512 characters of non-empty segments that do not begin with a dot."""
     if len(key) > KEY_CHARS_MAX or not all(_SEGMENT.fullmatch(segment) for segment in key.split("/")):
         raise RefusedError(
-            f"object key {key[:KEY_CHARS_MAX]!r}: must be segments of 1 to 200 characters [A-Za-z0-9._=-], none "
-            f"beginning with a dot, joined by '/', at most {KEY_CHARS_MAX} characters in all"
+            f"object key {cut(repr(key), QUOTED_CHARS_MAX)}: must be segments of 1 to 200 characters "
+            f"[A-Za-z0-9._=-], none beginning with a dot, joined by '/', at most {KEY_CHARS_MAX} characters in all"
         )
 
 
@@ -144,7 +147,7 @@ def check_prefix(prefix: str) -> None:
     """Raise RefusedError unless the prefix is whole segments of a key with their closing slash."""
     if not prefix.endswith("/"):
         raise RefusedError(
-            f"key prefix {prefix[:KEY_CHARS_MAX]!r}: must end with '/', or it would match in mid-segment"
+            f"key prefix {cut(repr(prefix), QUOTED_CHARS_MAX)}: must end with '/', or it would match in mid-segment"
         )
     check_key(prefix[:-1])
 

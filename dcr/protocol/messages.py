@@ -21,11 +21,11 @@ REASON_CHARS_MAX = 2000
 """Longest reason that travels: what a loader or a store says may be of any length."""
 
 
-def cut(reason: str) -> str:
+def cut(reason: str, chars_max: int = REASON_CHARS_MAX) -> str:
     """A reason that fits into a message; the beginning and the end of a longer one."""
-    if len(reason) <= REASON_CHARS_MAX:
+    if len(reason) <= chars_max:
         return reason
-    half = REASON_CHARS_MAX // 2
+    half = chars_max // 2
     return f"{reason[:half]} ... ({len(reason) - 2 * half} characters left out) ... {reason[-half:]}"
 
 

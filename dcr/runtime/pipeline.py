@@ -159,9 +159,14 @@ class Pipeline:
         for place, stage in enumerate(self._stages):
             for number in range(stage.threads):
                 name = f"{self._name}-{stage.name}-{number}"
-                self._threads.append(threading.Thread(target=self._run, args=(place,), name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+                thread = threading.Thread(target=self._run, args=(place,), name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as e:
+                    self._error = e  # stages without a thread would let everybody wait; those that have one end
+                    self._changed.notify_all()
+                    raise
+                self._threads.append(thread)  # only those that ``close`` can join
 
     def _wait_until(self, true: Callable[[], bool]) -> None:
         """Wait, holding the lock whenever anything is looked at."""

@@ -1,6 +1,9 @@
 """Addresses of the relay: ``relay:///folder/of/credentials?listen=10.0.0.5:7000``."""
 
+import contextlib
 import dataclasses
+import ipaddress
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -79,9 +82,22 @@ def _listen(address: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _PORT_MAX:
         raise RefusedError(f"delivery address {address!r}: listen={text} must be host:port")
-    if host in {"0.0.0.0", "::"}:  # noqa: S104 - refused
+    if _is_any(host):
         raise RefusedError(f"delivery address {address!r}: listen at an address that owners can connect to, not {host}")
     return host, int(port)
+
+
+def _is_any(host: str) -> bool:
+    """Whether it is every address of a machine, in whatever form resolvers take it: ``0``, ``0x0``, ``[::]``."""
+    bare = host.removeprefix("[").removesuffix("]")
+    with contextlib.suppress(OSError, ValueError):  # not of the old forms of IPv4
+        return not any(socket.inet_aton(bare))
+    try:
+        found = ipaddress.IPv6Address(bare)
+    except ValueError:
+        return False  # a name
+    mapped = found.ipv4_mapped
+    return found.is_unspecified if mapped is None else mapped.is_unspecified
 
 
 def _bounds(address: str, fields: Mapping[str, str]) -> Bounds:

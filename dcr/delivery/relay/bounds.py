@@ -2,7 +2,21 @@
 
 from dataclasses import dataclass
 
+from dcr.delivery.relay.tree import FAN_OUT_MAX
 from dcr.protocol.errors import RefusedError
+
+SECONDS_MAX = 1e6
+"""Longest time: the kernel counts the milliseconds of a connection's time-out in 32 bits."""
+BYTES_MAX = 1 << 50
+
+_LARGEST = {
+    "connections": 64,  # threads of this process
+    "fan_out": FAN_OUT_MAX,
+    "accepted_max": 1 << 16,  # threads and file descriptors of this process
+    "relay_bytes_max": BYTES_MAX,
+    "object_bytes_max": BYTES_MAX,
+}
+"""By the field; SECONDS_MAX for all others."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +52,8 @@ class Bounds:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
-                raise RefusedError(f"relay: {name} is {value}, it must be positive")
+            largest = _LARGEST.get(name, SECONDS_MAX)
+            if not 0 < value <= largest:  # nor is NaN
+                raise RefusedError(f"relay: {name} is {value}, it must be positive and at most {largest:.7g}")
         if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise RefusedError("relay: peer_timeout_s must be at least twice heartbeat_s, or live peers are lost")
-        if self.connections > 64:  # noqa: PLR2004 - threads of this process
-            raise RefusedError(f"relay: {self.connections} connections to one peer, at most 64")

@@ -16,11 +16,12 @@ from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_pr
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.holding import Holding
-from dcr.delivery.relay.peer import Peer, Shipment
+from dcr.delivery.relay.peer import Peer, Shipment, end
 from dcr.delivery.relay.tree import Branch, Node
-from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.relay.wire import SAID_CHARS_MAX, Failure, RelayError
 from dcr.delivery.traffic import Traffic, TrafficCounter
 from dcr.protocol.errors import RefusedError
+from dcr.protocol.messages import cut
 
 _log = logging.getLogger("dcr.relay")
 _ACCEPT_PAUSE_S = 0.1
@@ -109,18 +110,17 @@ class RelayNode:
                 return
             self._closed = True
             connections, peers = list(self._connections), list(self._peers.values())
-        _shut(self._listener)
+        wire.shut(self._listener)
         self._acceptor.join()
         self._listener.close()
         for peer in peers:
             peer.close()
         for connection in connections:
-            _shut(connection)
+            wire.shut(connection)
         deadline = time.monotonic() + self._bounds.peer_timeout_s
         for thread in list(self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
-        for peer in peers:
-            peer.join(max(0.0, deadline - time.monotonic()))
+        end(peers, deadline, self._bounds.connect_timeout_s)
 
     # ------------------------------------------------------------ for its peers
 
@@ -154,19 +154,24 @@ class RelayNode:
         """One connection, from its first byte to its last."""
         bounds, connection = self._bounds, plain
         try:
+            deadline = time.monotonic() + bounds.connect_timeout_s
             plain.settimeout(bounds.connect_timeout_s)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * bounds.peer_timeout_s))
-            secured = self._credentials.server.wrap_socket(plain, server_side=True)
+            # The handshake comes later: the plain socket is not one any more, and ``close`` could not end it.
+            secured = self._credentials.server.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
             with self._changed:
                 self._connections.discard(plain)
                 self._connections.add(secured)
                 connection = secured
-            wire.greet(secured)
+            if self._closed:
+                return
+            secured.do_handshake()
+            wire.greet(secured, deadline)
             self._converse(secured)
         except (OSError, DeliveryError, RefusedError) as e:
             if not self._closed:
-                _log.warning("relay %s: a connection ended: %s", self.address, e or repr(e))
+                _log.warning("relay %s: a connection ended: %s", self.address, cut(str(e) or repr(e), SAID_CHARS_MAX))
         except Exception:  # noqa: BLE001 - one connection's trouble is not another's
             _log.exception("relay %s: a connection ended", self.address)
         finally:
@@ -180,7 +185,7 @@ class RelayNode:
         while True:
             # The sender closes an idle connection first, so that it never finds one closed.
             connection.settimeout(2 * self._bounds.idle_timeout_s)
-            frame = wire.receive_frame(connection)
+            frame = wire.receive_frame(connection, head_timeout_s=self._bounds.peer_timeout_s)
             if frame is None:
                 return
             kind, head = frame
@@ -286,8 +291,3 @@ class RelayNode:
                     del self._peers[old]  # its connections end when they are idle
                 peer = self._peers[of] = Peer(node, self._credentials, self._bounds)
             return peer
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

@@ -6,14 +6,17 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dcr.credentials.folder import Credentials
 from dcr.delivery.relay import wire
 from dcr.delivery.relay.bounds import Bounds
 from dcr.delivery.relay.tree import Branch, Node
-from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.relay.wire import SAID_CHARS_MAX, Failure, RelayError
+from dcr.protocol.messages import cut
+
+_CLOSING = "this process is closing"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Shipment:
         """The peer was not reached, and so neither were those behind it, which is not their fault."""
         behind = (n for branch in self.branches for n in branch.nodes())
         return (
-            Failure(node.name, reason, lost=True),
+            Failure(node.name, cut(reason, SAID_CHARS_MAX), lost=True),
             *(Failure(n.name, f"behind {node.name}, which was not reached", lost=False) for n in behind),
         )
 
@@ -68,7 +71,9 @@ class Peer:
         self._waiting: deque[Shipment] = deque()
         self._idle = 0
         self._threads: set[threading.Thread] = set()
+        self._connections: set[socket.socket] = set()
         self._closed = False
+        self._cut = False
 
     @property
     def busy(self) -> bool:
@@ -87,7 +92,7 @@ class Peer:
                     thread.start()
                 self._changed.notify()
                 return
-        shipment.then(shipment.lost(self.node, "this process is closing"))
+        shipment.then(shipment.lost(self.node, _CLOSING))
 
     def close(self) -> None:
         """Send nothing more; what waits is given up, what is on its way comes to its end."""
@@ -97,13 +102,23 @@ class Peer:
             self._waiting.clear()
             self._changed.notify_all()
         for shipment in left:
-            shipment.then(shipment.lost(self.node, "this process is closing"))
+            shipment.then(shipment.lost(self.node, _CLOSING))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the connections to end, after ``close``."""
         deadline = time.monotonic() + timeout_s
-        for thread in list(self._threads):
+        with self._changed:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    def cut(self) -> None:
+        """End the connections, whatever is on its way: it is given up."""
+        with self._changed:
+            self._closed = self._cut = True
+            connections = list(self._connections)
+        for connection in connections:
+            wire.shut(connection)
 
     def _work(self) -> None:
         connection: ssl.SSLSocket | None = None
@@ -114,7 +129,7 @@ class Peer:
                 del shipment
         finally:
             if connection is not None:
-                _close(connection)
+                self._end(connection)
             with self._changed:
                 self._threads.discard(threading.current_thread())
 
@@ -143,34 +158,50 @@ class Peer:
                 return connection, self._exchange(connection, shipment, deadline)
             except Exception as e:  # noqa: BLE001 - whatever it is, whoever waits for this object hears of it
                 if connection is not None:
-                    _close(connection)
+                    self._end(connection)
                 connection = None
-                if fresh or not isinstance(e, (OSError, RelayError)):
-                    return None, shipment.lost(self.node, f"{self.node}: {stage}: {_said(e, self._bounds)}")
+                over = fresh or self._cut or time.monotonic() >= deadline
+                if over or not isinstance(e, (OSError, RelayError)):
+                    said = _CLOSING if self._cut else _said(e, self._bounds)
+                    return None, shipment.lost(self.node, f"{self.node}: {stage}: {said}")
 
     def _connect(self) -> ssl.SSLSocket:
         bounds = self._bounds
-        plain = socket.create_connection((self.node.host, self.node.port), bounds.connect_timeout_s)
+        deadline = time.monotonic() + bounds.connect_timeout_s
+        connection: socket.socket = socket.create_connection((self.node.host, self.node.port), bounds.connect_timeout_s)
         try:
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * bounds.peer_timeout_s))
-            connection = self._credentials.client.wrap_socket(plain, server_hostname=self.node.name)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * bounds.peer_timeout_s))
+            # The handshake comes when ``cut`` knows the connection.
+            connection = secured = self._credentials.client.wrap_socket(
+                connection, server_hostname=self.node.name, do_handshake_on_connect=False
+            )
+            self._begin(secured)
+            secured.do_handshake()
+            wire.greet(secured, deadline)
+            secured.settimeout(bounds.peer_timeout_s)
         except BaseException:
-            plain.close()
+            self._end(connection)
             raise
-        try:
-            wire.greet(connection)
-            connection.settimeout(bounds.peer_timeout_s)
-        except BaseException:
+        return secured
+
+    def _begin(self, connection: socket.socket) -> None:
+        with self._changed:
+            if self._cut:
+                raise RelayError(_CLOSING)
+            self._connections.add(connection)
+
+    def _end(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections.discard(connection)
+        with contextlib.suppress(OSError):
             connection.close()
-            raise
-        return connection
 
     def _exchange(self, connection: ssl.SSLSocket, shipment: Shipment, deadline: float) -> tuple[Failure, ...]:
         offered = wire.Object(shipment.key, len(shipment.data), shipment.digest, shipment.branches)
         wire.send_frame(connection, wire.OBJECT, offered)
         while time.monotonic() < deadline:
-            frame = wire.receive_frame(connection)
+            frame = wire.receive_frame(connection, deadline)
             if frame is None:
                 raise RelayError("it closed the connection")
             kind, head = frame
@@ -196,6 +227,13 @@ def _said(error: Exception, bounds: Bounds) -> str:
     return str(error) or repr(error)
 
 
-def _close(connection: ssl.SSLSocket) -> None:
-    with contextlib.suppress(OSError):
-        connection.close()
+def end(peers: Iterable[Peer], deadline: float, cut_timeout_s: float) -> None:
+    """Wait for what is on its way to peers that are closed; what has not come to its end by the deadline is cut."""
+    peers = list(peers)
+    for peer in peers:
+        peer.join(max(0.0, deadline - time.monotonic()))
+    for peer in peers:
+        peer.cut()
+    deadline = time.monotonic() + cut_timeout_s
+    for peer in peers:
+        peer.join(max(0.0, deadline - time.monotonic()))

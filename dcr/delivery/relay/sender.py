@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -10,10 +11,11 @@ import xxhash
 from dcr.credentials.folder import Credentials
 from dcr.delivery.interface import DeliveryError, LookPause, check_key, check_prefix
 from dcr.delivery.relay.bounds import Bounds
-from dcr.delivery.relay.peer import Peer, Shipment
+from dcr.delivery.relay.peer import Peer, Shipment, end
 from dcr.delivery.relay.tree import Node, plan
-from dcr.delivery.relay.wire import Failure, RelayError
+from dcr.delivery.relay.wire import SAID_CHARS_MAX, Failure, RelayError
 from dcr.delivery.traffic import Traffic, TrafficCounter
+from dcr.protocol.messages import cut
 
 _log = logging.getLogger("dcr.relay")
 _NAMED_MAX = 5
@@ -55,6 +57,8 @@ class RelaySender:
         self._bounds = bounds
         self._lock = threading.Lock()
         self._peers: dict[Node, Peer] = {}
+        self._gone: list[Peer] = []
+        """Nodes that listen no more, while something is on its way to them."""
         self._epoch = ""
         self._known: list[Node] = []
         self._suspects: set[str] = set()
@@ -89,11 +93,13 @@ class RelaySender:
             name = suspect.node.name
             suspect.send(Shipment(key, data, digest, (), lambda missed, name=name: self._heard(name, missed)))  # type: ignore[misc]
         if not done.wait(self._bounds.object_timeout_s + self._bounds.peer_timeout_s):
+            with self._lock:
+                self._suspects.add(root.node.name)
             raise RelayError(f"object {key}: {root.node} has not answered in {self._bounds.object_timeout_s} s")
         if failures:
             with self._lock:
                 self._suspects |= {f.node for f in failures if f.lost}
-            named = "; ".join(f"{f.node}: {f.reason}" for f in failures[:_NAMED_MAX])
+            named = "; ".join(cut(f"{f.node}: {f.reason}", SAID_CHARS_MAX) for f in failures[:_NAMED_MAX])
             more = "" if len(failures) <= _NAMED_MAX else f"; and {len(failures) - _NAMED_MAX} more"
             raise RelayError(f"object {key} ({len(data)} bytes) did not get to {len(failures)} nodes: {named}{more}")
 
@@ -120,14 +126,13 @@ class RelaySender:
         check_prefix(prefix)
 
     def close(self) -> None:
-        """Give up what waits, and end connections; safe to repeat."""
+        """Give up what waits, and what has not come to its end in ``peer_timeout_s``; safe to repeat."""
         with self._lock:
             self._closed = True
-            peers = list(self._peers.values())
+            peers = [*self._peers.values(), *self._gone]
         for peer in peers:
             peer.close()
-        for peer in peers:
-            peer.join(self._bounds.peer_timeout_s)
+        end(peers, time.monotonic() + self._bounds.peer_timeout_s, self._bounds.connect_timeout_s)
 
     def _planned(
         self, key: str, data: bytes, digest: bytes, then: Callable[[tuple[Failure, ...]], None]
@@ -141,8 +146,10 @@ class RelaySender:
                 self._known = sorted(decode_node(value) for value in self._nodes().values())
                 self._epoch = epoch
                 self._suspects &= {n.name for n in self._known}
-                for gone in self._peers.keys() - set(self._known):
-                    self._peers.pop(gone).close()
+                self._gone = [peer for peer in self._gone if peer.busy]
+                for node in self._peers.keys() - set(self._known):
+                    self._gone.append(self._peers.pop(node))
+                    self._gone[-1].close()
             if not self._known:
                 raise DeliveryError(f"object {key}: no rollout node is registered with the relay; start one")
             trusted = [n for n in self._known if n.name not in self._suspects] or self._known

@@ -291,3 +291,11 @@ def test_who_reads_while_it_is_swept_gets_whole_objects_or_none_and_new_epochs_s
     assert failed == []
     assert set(found) == {True, False}
     assert writer.keys("run/") == [key(epochs[-1], n) for n in data]
+
+
+@pytest.mark.parametrize("letter", ["a", "\0", "\U000e0001"])
+def test_a_refused_key_is_quoted_in_part(letter):
+    for check, key in ((check_key, letter * 100_000), (check_prefix, letter * 100_000)):
+        with pytest.raises(RefusedError, match=r"characters left out\) \.\.\. ") as e:
+            check(key)
+        assert len(str(e.value)) < 600

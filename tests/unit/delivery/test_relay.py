@@ -370,20 +370,43 @@ def test_a_sender_that_dribbles_gives_its_room_back_too(fleet):
 # ---------------------------------------------------------------- addresses and credentials
 
 
+ANYWHERE = ["0.0.0.0", "::", "[::]", "0", "0x0", "0.0", "0:0:0:0:0:0:0:0", "[::ffff:0.0.0.0]"]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ("listen=nowhere", "listen=nowhere must be host:port"),
-        ("listen=0.0.0.0:1", "listen at an address that owners can connect to"),
+        *((f"listen={any_}:1", "listen at an address that owners can connect to") for any_ in ANYWHERE),
         ("fan=3", "fan is none of listen, connections, fan_out"),
         ("fan_out=many", "fan_out"),
-        ("fan_out=0", "fan_out is 0, it must be positive"),
+        ("fan_out=0", "fan_out is 0, it must be positive and at most 64"),
+        ("fan_out=65", "fan_out is 65, it must be positive and at most 64"),
+        ("connections=65", "connections is 65, it must be positive and at most 64"),
+        ("accepted_max=65537", "accepted_max is 65537, it must be positive and at most 65536"),
+        (
+            "object_bytes_max=99999999999999999",
+            "object_bytes_max is 99999999999999999, it must be positive and at most",
+        ),
+        ("peer_timeout_s=nan", "peer_timeout_s is nan, it must be positive and at most 1000000"),
+        ("heartbeat_s=nan", "heartbeat_s is nan, it must be"),
+        ("connect_timeout_s=inf", "connect_timeout_s is inf, it must be"),
+        ("peer_timeout_s=1e12", "peer_timeout_s is 1000000000000.0, it must be"),
         ("peer_timeout_s=1&heartbeat_s=1", "at least twice heartbeat_s"),
     ],
 )
 def test_addresses_that_are_none(fleet, fields, said):
     with pytest.raises(RefusedError, match=said):
         fleet.owner(fields)
+
+
+def test_the_longest_times_and_the_most_of_everything_are_taken(fleet):
+    times = "&".join(f"{what}_timeout_s=1e6" for what in ("connect", "peer", "room", "object", "idle"))
+    fields = f"{times}&fan_out=64&connections=64&accepted_max=65536&listen=localhost:0"
+    node = fleet.node("a", fields)
+    fleet.owner(fields).put(f"{EPOCH}/x", b"x")
+    assert node.ask("get", f"{EPOCH}/x", 10) == b"x"
+    node.ask("close")
 
 
 def test_credentials_that_are_no_good(fleet):

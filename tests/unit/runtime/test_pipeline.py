@@ -158,3 +158,25 @@ def test_nothing_starts_without_a_piece():
     with pipeline([Stage("a", lambda x: x, 3)]) as p:
         assert left() == []
         assert p.join() == []
+
+
+@pytest.mark.parametrize("started", [0, 1, 2, 3])
+def test_a_thread_that_cannot_be_started_is_the_error_and_the_others_end(monkeypatch, started):
+    begun, start = [], threading.Thread.start
+
+    def starts(thread):
+        if len(begun) == started:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    with pipeline([Stage("a", lambda piece: piece, 2), Stage("b", lambda piece: piece, 2)]) as p:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", starts)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                p.put(0)
+        for call in (lambda: p.put(1), p.join):  # nobody waits for the stages that have no thread
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                call()
+    assert len(begun) == started
+    assert not left()
