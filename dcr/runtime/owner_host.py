@@ -116,6 +116,7 @@ class OwnerHost:
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._begun = ""  # token of the candidate of which something may have been delivered last
         self._starting = True
+        self._next_look = 0.0
         self._offer: Offer | None = None  # the last one
         self._pin = Pin(source, self._needed, self._post, settings)
         self._stop = threading.Event()
@@ -279,26 +280,32 @@ class OwnerHost:
         self._events.put(_Do(act), timeout=self._settings.connect_timeout_s)
 
     def _loop(self) -> None:
-        next_look = 0.0
         while not self._stop.is_set():
-            if self._following is not None and time.monotonic() >= next_look:
-                next_look = time.monotonic() + self._settings.record_poll_s
-                self._follow(self._following)
+            self._guarded(self._turn)
+
+    def _turn(self) -> None:
+        if self._following is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._settings.record_poll_s
+            self._follow(self._following)
+        if self._offer is not None:
+            self._end_late(self._offer)
+        try:
+            event = self._events.get(timeout=0.1)
+        except queue.Empty:
+            return
+        self._do(event.act())
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Whatever it raises, its thread lives on: the next order may still be obeyed."""
+        try:
+            act()
+        except RefusedError as e:
+            _log.warning("refused: %s", e)
+        except BaseException as e:  # noqa: BLE001 - told to whoever waits
+            _log.exception("owner %s", self._source.owner)
             if self._offer is not None:
-                self._end_late(self._offer)
-            try:
-                event = self._events.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            try:
-                self._do(event.act())
-            except RefusedError as e:
-                _log.warning("refused: %s", e)
-            except Exception as e:  # noqa: BLE001 - told to whoever waits; the next order may still be obeyed
-                _log.exception("owner %s", self._source.owner)
-                if self._offer is not None:
-                    fault = f"{self._source.owner}: {type(e).__name__}: {e}; its log has the whole story"
-                    self.give_up(self._offer, OwnerError(fault))
+                fault = f"{self._source.owner}: {type(e).__name__}: {e}; its log has the whole story"
+                self.give_up(self._offer, OwnerError(fault))
 
     def _worker(self) -> None:
         while not self._stop.is_set():

@@ -14,7 +14,7 @@ from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryError
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
-from dcr.runtime.offer import PushTimeoutError
+from dcr.runtime.offer import OwnerError, PushTimeoutError
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
@@ -211,6 +211,71 @@ def test_an_observer_that_raises_disturbs_nobody(tmp_path: Path, caplog) -> None
         fleet.push()
         fleet.check(e)
         assert caplog.text.count("an observer failed") == 4
+    finally:
+        fleet.close()
+
+
+class Odd(BaseException):
+    """Nothing that anybody expects."""
+
+
+@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
+def test_an_observer_that_would_end_its_thread_disturbs_nobody(tmp_path: Path, caplog, ends) -> None:
+    def act(_) -> None:
+        raise ends("from observe")
+
+    fleet = Fleet(tmp_path)
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        watched = ("OpenAttempt", "Emit", "BeginFold", "CloseGate", "OpenGate", "Commit")
+        for action in watched:
+            fleet.once(action, act)
+        fleet.step()
+        fleet.push()
+        fleet.check(e)
+        assert caplog.text.count("an observer failed") == len(watched)
+    finally:
+        fleet.close()
+
+
+def test_a_coordinator_whose_thread_would_end_leads_no_more_by_name(tmp_path: Path, monkeypatch) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        fleet.check(fleet.engine("a"))
+        fleet.step()
+        coordinator = fleet.refit._coordinator
+
+        def ends(*_) -> None:
+            raise Odd("no more")
+
+        monkeypatch.setattr(coordinator._sweeper, "sweep", ends)
+        with pytest.raises(PushError, match="the coordinator leads no more: the coordinator failed: Odd: no more"):
+            fleet.refit.push()
+        assert coordinator.ended.wait(WAIT_S)
+        assert fleet.refit._control.leader("default") is None  # given back: nobody takes it for one that leads
+    finally:
+        fleet.close()
+
+
+def test_an_owner_whose_thread_would_end_fails_its_push_by_name_and_takes_the_next(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        fleet.step()
+        role, emit = fleet.refit._host._role, fleet.refit._host._role.emit
+
+        def ends(*_) -> None:
+            role.emit = emit
+            raise Odd("no more")
+
+        role.emit = ends
+        with pytest.raises(OwnerError, match=r"rank-0: Odd: no more; its log has the whole story"):
+            fleet.refit.push()
+        report = fleet.refit.push()
+        fleet.version, fleet.states[report.version] = report.version, fleet.state()
+        fleet.check(e)
     finally:
         fleet.close()
 
