@@ -313,7 +313,7 @@ class OwnerHost:
                 job = self._work.get(timeout=0.1)
             except queue.Empty:
                 continue
-            job()
+            self._guarded(job)
 
     # ------------------------------------------------------------ events
 
@@ -406,7 +406,7 @@ class OwnerHost:
                 manifest = emission.run(self._found.get(candidate))
         except CancelledError:
             return
-        except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the epoch by its name
+        except BaseException as e:  # noqa: BLE001 - whatever the model's code raises ends the epoch by its name
             reason, fatal = f"{self._source.owner}: {type(e).__name__}: {e}", isinstance(e, RefusedError)
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
             return
@@ -456,7 +456,7 @@ class OwnerHost:
         try:
             with stage("fold"), self._pin.reading:
                 self._source.fold(ContentDigest.from_hex(effect.content_digest))
-        except Exception as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
+        except BaseException as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
             reason = f"{type(e).__name__}: {e}"
             self._post(lambda: self._role.fold_failed(effect.epoch, reason))
             return

@@ -280,6 +280,30 @@ def test_an_owner_whose_thread_would_end_fails_its_push_by_name_and_takes_the_ne
         fleet.close()
 
 
+@pytest.mark.parametrize("ends", [SystemExit, pytest.param(GeneratorExit, marks=pytest.mark.long)])
+@pytest.mark.parametrize("refuse_nonfinite", [False, True])
+def test_a_hook_of_the_model_that_would_end_its_thread_fails_the_emission_by_name(
+    tmp_path: Path, ends, refuse_nonfinite
+) -> None:
+    """The emission's thread lives, and takes the next push."""
+    fleet = Fleet(tmp_path, {"attempts_max": 1, "refuse_nonfinite": refuse_nonfinite})
+    try:
+        fleet.check(fleet.engine("a"))
+        fleet.step()
+
+        def hook(*_) -> None:
+            if threading.current_thread().name.startswith("dcr-emission"):
+                raise ends("from a hook")
+
+        handle = fleet.policy._register_state_dict_hook(hook)
+        with pytest.raises(PushError, match=rf"rank-0: {ends.__name__}: from a hook"):
+            fleet.refit.push()
+        handle.remove()
+        fleet.push()
+    finally:
+        fleet.close()
+
+
 def test_disk_is_given_back_when_engines_restart_again_and_again(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, {"retain_epochs": 2})
     try:
