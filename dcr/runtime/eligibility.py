@@ -107,7 +107,7 @@ def unfit_coordinators(control: ControlPlane, record_id: str, asked: Roster) -> 
     """
     found = {}
     for name, entry in sorted(control.registered(record_id, _KIND).items()):
-        with contextlib.suppress(msgspec.MsgspecError):  # of another version of dcr, which says so itself
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):  # of another version of dcr, which says so itself
             unfit = msgspec.msgpack.decode(entry, type=_Unfit)
             if unfit.start == asked.start:
                 found[name] = unfit.why

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dcr import PushError, RefitReport, TrainerRefit
+from dcr.cli.main import main
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryError
@@ -289,7 +290,8 @@ def test_a_hook_of_the_model_that_would_end_its_thread_fails_the_emission_by_nam
     fleet = Fleet(tmp_path, {"attempts_max": 1, "refuse_nonfinite": refuse_nonfinite})
     try:
         fleet.check(fleet.engine("a"))
-        fleet.step()
+        with torch.no_grad():
+            fleet.policy.up[0, 0] += 1  # not by a step, which brings NaN
 
         def hook(*_) -> None:
             if threading.current_thread().name.startswith("dcr-emission"):
@@ -302,6 +304,25 @@ def test_a_hook_of_the_model_that_would_end_its_thread_fails_the_emission_by_nam
         fleet.push()
     finally:
         fleet.close()
+
+
+def test_damaged_entries_of_the_registry_take_nobody_down(fleet: Fleet, capsys) -> None:
+    e = fleet.engine("a")
+    fleet.check(e)
+    control, damage = fleet.refit._control, b"\xff\xfe\x00bad"
+    for entry in (("leader", "address"), ("catching-up", "b"), ("unfit", "b"), ("delivery", "meeting")):
+        control.register("default", *entry, damage)
+    fleet.wait(lambda: leader_address(control, "default") == fleet.refit._coordinator.address)  # entered again
+    fleet.step()
+    fleet.push()
+    fleet.check(e)
+    fleet.check(fleet.engine("late", version=1))
+    assert main(["record", "show", "--control", fleet.addresses["control"]]) == 0
+    assert r"catches up b, \xff\xfe" in capsys.readouterr().out
+    control.register("default", "leader", "address", damage)
+    fleet.restart_trainer(fleet.policy)
+    fleet.step()
+    fleet.push()
 
 
 def test_disk_is_given_back_when_engines_restart_again_and_again(tmp_path: Path) -> None:
