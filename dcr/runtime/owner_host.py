@@ -272,7 +272,7 @@ class OwnerHost:
             t.join(self._settings.drain_timeout_s)
         if not any(t.is_alive() for t in self._threads):
             self._event_log.close()
-        self._source.hold()  # whoever reads a snapshot still keeps what it reads
+        self._pin.close()
 
     # ------------------------------------------------------------ loops
 

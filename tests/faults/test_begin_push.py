@@ -12,6 +12,7 @@ from torch import nn
 from dcr import PushError, PushPendingError
 from dcr.cli.main import main
 from dcr.data_plane.bits import bit_view
+from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import Direction
 from dcr.runtime.offer import PushTimeoutError
@@ -275,6 +276,33 @@ def test_closing_gives_a_pending_push_up_and_its_memory_back(fleet):
     fleet.step()
     assert fleet.push().kind == "relative"
     fleet.check(a)
+
+
+def test_closing_while_the_weights_are_copied_gives_that_memory_back_too(fleet, monkeypatch):
+    fleet.check(fleet.engine("a"))
+    fleet.step()
+    copies, go, copy = threading.Event(), threading.Event(), Tracker.copy
+
+    def slow(*args):
+        copies.set()
+        assert go.wait(20)
+        return copy(*args)
+
+    def begin():
+        with pytest.raises(RefusedError, match="this trainer's refit is closed"):
+            fleet.refit.begin_push()
+        said.append(True)
+
+    monkeypatch.setattr(Tracker, "copy", slow)
+    said = []
+    pushing = threading.Thread(target=begin)
+    pushing.start()
+    assert copies.wait(20)
+    fleet.refit.close()
+    go.set()
+    pushing.join(20)
+    assert said
+    assert fleet.refit.source._share._snapshot is None
 
 
 @pytest.mark.parametrize("next_push", ["begin_push", pytest.param("push", marks=pytest.mark.long)])
