@@ -305,6 +305,24 @@ def test_closing_while_the_weights_are_copied_gives_that_memory_back_too(fleet, 
     assert fleet.refit.source._share._snapshot is None
 
 
+def test_a_copy_without_memory_on_the_only_rank_is_refused_with_the_rank(fleet, monkeypatch):
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.step()
+
+    def full(*_):
+        raise MemoryError("nothing left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "copy", full)
+        with pytest.raises(RefusedError, match="^rank 0: MemoryError: nothing left$") as refused:
+            fleet.refit.begin_push()
+    assert isinstance(refused.value.__cause__, MemoryError)
+    assert "OpenAttempt" not in actions(fleet)
+    fleet.push()
+    fleet.check(a)
+
+
 @pytest.mark.parametrize("next_push", ["begin_push", pytest.param("push", marks=pytest.mark.long)])
 def test_a_push_that_timed_out_and_was_committed_all_the_same_is_folded_before_the_next(fleet, next_push):
     a = fleet.engine("a")
