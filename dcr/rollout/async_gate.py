@@ -3,8 +3,8 @@
 import asyncio
 
 from dcr.protocol.errors import DcrError, RefusedError
-from dcr.runtime.seconds import seconds
 from dcr.rollout.gate import GateTimeoutError
+from dcr.runtime.seconds import seconds
 
 
 class GateFullError(DcrError):

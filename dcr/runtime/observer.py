@@ -36,7 +36,7 @@ def guarded(observe: Observer) -> Observer:
     def watch(step: Step) -> None:
         try:
             observe(step)
-        except BaseException as e:  # noqa: BLE001 - logged, whatever it is
+        except BaseException as e:
             if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise
             _log.exception("an observer failed at %s", step)

@@ -2,6 +2,7 @@
 
 from math import isnan
 from numbers import Real
+from typing import cast
 
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.settings import LARGEST
@@ -17,8 +18,8 @@ def seconds(value: object, what: str) -> float:
     Raises:
         RefusedError: it is no number, or NaN, for which a wait would never end nor rest.
     """
-    if isinstance(value, Real) and not isinstance(value, bool):
-        bounded = float(min(max(value, 0), LARGEST))  # NaN stays, as the first of both
+    if not isinstance(value, bool) and isinstance(value, Real):
+        bounded = float(min(max(cast("float", value), 0), LARGEST))  # NaN stays, as the first of both
         if not isnan(bounded):
             return bounded
     raise RefusedError(f"{what}: {value!r} is no time to wait; give a number of seconds")

@@ -315,7 +315,7 @@ def test_a_copy_without_memory_on_the_only_rank_is_refused_with_the_rank(fleet, 
 
     with monkeypatch.context() as patch:
         patch.setattr(Tracker, "copy", full)
-        with pytest.raises(RefusedError, match="^rank 0: MemoryError: nothing left$") as refused:
+        with pytest.raises(RefusedError, match=r"^rank 0: MemoryError: nothing left$") as refused:
             fleet.refit.begin_push()
     assert isinstance(refused.value.__cause__, MemoryError)
     assert "OpenAttempt" not in actions(fleet)
