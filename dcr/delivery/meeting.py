@@ -79,7 +79,7 @@ def missed(delivery: Delivery, entry: bytes, who: str = "this node") -> str:
     """
     try:
         point = msgspec.json.decode(entry, type=MeetingPoint)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return ""  # of another version of dcr, which the control channel tells
     where = f"the trainer delivers to {point.place}, {who} looks in {delivery.place}"
     advice = "give both sides the same delivery"

@@ -4,6 +4,7 @@ import asyncio
 
 from dcr.protocol.errors import DcrError, RefusedError
 from dcr.rollout.gate import GateTimeoutError
+from dcr.runtime.seconds import seconds
 
 
 class GateFullError(DcrError):
@@ -24,7 +25,7 @@ class AsyncGate:
 
     def __init__(self, engine: str, wait_s: float, held_requests_max: int) -> None:
         self._engine = engine
-        self._wait_s = wait_s
+        self._wait_s = seconds(wait_s, f"engine {engine}: gate_wait_s")
         self._held_max = held_requests_max
         self._held = 0
         self._version: int | None = None

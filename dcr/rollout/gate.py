@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dcr.protocol.errors import DcrError, RefusedError
+from dcr.runtime.seconds import seconds
 
 
 class GateTimeoutError(DcrError):
@@ -23,7 +24,7 @@ class Gate:
 
     def __init__(self, engine: str, wait_s: float) -> None:
         self._engine = engine
-        self._wait_s = wait_s
+        self._wait_s = seconds(wait_s, f"engine {engine}: gate_wait_s")
         self._changed = threading.Condition()
         self._version: int | None = None
         self._running = 0

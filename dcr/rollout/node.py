@@ -29,6 +29,7 @@ from dcr.runtime.progress_log import ProgressLog, Steps, Stuck
 from dcr.runtime.ranks import Engine
 from dcr.runtime.reception import Reception
 from dcr.runtime.registry import RelayDirectory
+from dcr.runtime.seconds import seconds
 from dcr.runtime.secret import record_secret
 from dcr.runtime.secret_path import run_secret
 from dcr.runtime.settings import Settings
@@ -196,9 +197,10 @@ class RolloutNode:
             engine: whose; all of the node if it is not given, and then the oldest version is returned.
 
         Raises:
-            RefusedError: the node has no such engine.
+            RefusedError: the node has no such engine; or ``timeout_s`` is no number of seconds.
             NodeError: an engine was refused or failed, or the time ran out.
         """
+        timeout_s = seconds(timeout_s, "wait_serving(timeout_s)")
         if engine is not None and engine not in self._agents:
             raise RefusedError(f"this node has no engine {engine!r}, only {', '.join(self._agents)}")
         deadline = time.monotonic() + timeout_s
@@ -212,9 +214,11 @@ class RolloutNode:
 
         Raises:
             ReadbackError: an engine does not hold its version: its gate is closed, and it is out of service.
-            RefusedError: an engine is taken to hold none: an attempt is under way, or has failed.
+            RefusedError: an engine is taken to hold none: an attempt is under way, or has failed; or ``timeout_s`` is
+                no number of seconds.
             NodeError: an engine is out already, or the time ran out.
         """
+        timeout_s = seconds(timeout_s, "readback(timeout_s)")
         return {name: agent.readback(timeout_s) for name, agent in self._agents.items()}
 
     def close(self) -> None:

@@ -107,8 +107,15 @@ class CatchUp:
         self._say("")  # of an earlier node that was killed
         try:
             first = self._next(held)
+        except RankLostError:
+            raise
         except DcrError as e:
             _log.info("engine %s does not catch up by what is kept, so it is restored: %s", self._engine, e)
+            first = None
+        except Exception as e:  # noqa: BLE001 - nothing was written yet: a restore needs nothing of what is kept
+            _log.exception("engine %s, looking for what is kept", self._engine)
+            why = f"{type(e).__name__}: {e}"
+            _log.warning("engine %s does not catch up by what is kept, so it is restored: %s", self._engine, why)
             first = None
         if first is None:
             self.doing = ""

@@ -342,7 +342,7 @@ class CoordinatorHost:
             _log.warning("refused: %s", e)
         except LeaderError as e:
             self._lead_no_more(str(e), lost=e.lost)
-        except Exception as e:  # noqa: BLE001 - told to every owner, so that no push waits in vain
+        except BaseException as e:  # noqa: BLE001 - told to every owner, so that no push waits in vain
             _log.exception("coordinator %s", self._leader)
             self._lead_no_more(f"the coordinator failed: {type(e).__name__}: {e}")
 
@@ -440,6 +440,8 @@ class CoordinatorHost:
                 self._tell_failure(name)
             else:
                 self._hub.drop(self._peers[role, name], _ABOUT_LEADING)
+        if not lost:
+            self._leadership.close()  # who renewed it on would be taken for a leader that is well
         self.ended.set()
 
     def _tell_failure(self, owner: str) -> None:

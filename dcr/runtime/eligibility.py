@@ -107,7 +107,8 @@ def unfit_coordinators(control: ControlPlane, record_id: str, asked: Roster) -> 
     """
     found = {}
     for name, entry in sorted(control.registered(record_id, _KIND).items()):
-        with contextlib.suppress(msgspec.MsgspecError):  # of another version of dcr, which says so itself
+        # One of another version of dcr says so itself; one that is damaged says nothing.
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             unfit = msgspec.msgpack.decode(entry, type=_Unfit)
             if unfit.start == asked.start:
                 found[name] = unfit.why

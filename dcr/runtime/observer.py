@@ -1,6 +1,7 @@
 """Who watches a role: called with every protocol step that it takes, before the step is carried out."""
 
 import logging
+import threading
 from collections.abc import Callable
 
 from dcr.protocol.step import Step
@@ -26,12 +27,18 @@ _WARNINGS = frozenset({"AttemptFailed", "LoseBaseline", "RefuseMember", "Stop", 
 
 
 def guarded(observe: Observer) -> Observer:
-    """The same observer, whose errors are logged and go no further: who watches must not disturb what is watched."""
+    """The same observer, whose errors are logged and go no further: who watches must not disturb what is watched.
+
+    That holds for what would end the thread too, as ``sys.exit`` does; not for the interrupt of whoever runs the
+    process, which comes in the main thread.
+    """
 
     def watch(step: Step) -> None:
         try:
             observe(step)
-        except Exception:  # noqa: BLE001 - logged, whatever it is
+        except BaseException as e:
+            if isinstance(e, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise
             _log.exception("an observer failed at %s", step)
 
     return watch

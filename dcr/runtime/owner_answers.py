@@ -17,7 +17,7 @@ def why_refused(source: Source) -> str:
     try:
         found = source.nonfinite()
         return cut(f"{source.owner} brings {listed(found)} (setting refuse_nonfinite)") if found else ""
-    except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the push by its name
+    except BaseException as e:  # noqa: BLE001 - whatever the model's code raises ends the push by its name
         return cut(f"{source.owner}: {type(e).__name__}: {e}")
 
 

@@ -116,6 +116,7 @@ class OwnerHost:
         self._found: dict[str, ContentDigest] = {}  # content of the last candidate that was emitted whole, by token
         self._begun = ""  # token of the candidate of which something may have been delivered last
         self._starting = True
+        self._next_look = 0.0
         self._offer: Offer | None = None  # the last one
         self._pin = Pin(source, self._needed, self._post, settings)
         self._stop = threading.Event()
@@ -281,7 +282,7 @@ class OwnerHost:
             t.join(self._settings.drain_timeout_s)
         if not any(t.is_alive() for t in self._threads):
             self._event_log.close()
-        self._source.hold()  # whoever reads a snapshot still keeps what it reads
+        self._pin.close()
 
     # ------------------------------------------------------------ loops
 
@@ -289,26 +290,32 @@ class OwnerHost:
         self._events.put(_Do(act), timeout=self._settings.connect_timeout_s)
 
     def _loop(self) -> None:
-        next_look = 0.0
         while not self._stop.is_set():
-            if self._following is not None and time.monotonic() >= next_look:
-                next_look = time.monotonic() + self._settings.record_poll_s
-                self._follow(self._following)
+            self._guarded(self._turn)
+
+    def _turn(self) -> None:
+        if self._following is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self._settings.record_poll_s
+            self._follow(self._following)
+        if self._offer is not None:
+            self._end_late(self._offer)
+        try:
+            event = self._events.get(timeout=0.1)
+        except queue.Empty:
+            return
+        self._do(event.act())
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Whatever it raises, its thread lives on: the next order may still be obeyed."""
+        try:
+            act()
+        except RefusedError as e:
+            _log.warning("refused: %s", e)
+        except BaseException as e:  # noqa: BLE001 - told to whoever waits
+            _log.exception("owner %s", self._source.owner)
             if self._offer is not None:
-                self._end_late(self._offer)
-            try:
-                event = self._events.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            try:
-                self._do(event.act())
-            except RefusedError as e:
-                _log.warning("refused: %s", e)
-            except Exception as e:  # noqa: BLE001 - told to whoever waits; the next order may still be obeyed
-                _log.exception("owner %s", self._source.owner)
-                if self._offer is not None:
-                    fault = f"{self._source.owner}: {type(e).__name__}: {e}; its log has the whole story"
-                    self.give_up(self._offer, OwnerError(fault))
+                fault = f"{self._source.owner}: {type(e).__name__}: {e}; its log has the whole story"
+                self.give_up(self._offer, OwnerError(fault))
 
     def _worker(self) -> None:
         while not self._stop.is_set():
@@ -316,7 +323,7 @@ class OwnerHost:
                 job = self._work.get(timeout=0.1)
             except queue.Empty:
                 continue
-            job()
+            self._guarded(job)
 
     # ------------------------------------------------------------ events
 
@@ -410,7 +417,7 @@ class OwnerHost:
                 manifest = emission.run(self._found.get(candidate))
         except CancelledError:
             return
-        except Exception as e:  # noqa: BLE001 - whatever the trainer's tensors raise ends the epoch by its name
+        except BaseException as e:  # noqa: BLE001 - whatever the model's code raises ends the epoch by its name
             reason, fatal = f"{self._source.owner}: {type(e).__name__}: {e}", isinstance(e, RefusedError)
             self._post(lambda: self._role.emission_failed(epoch, reason, fatal=fatal))
             return
@@ -460,7 +467,7 @@ class OwnerHost:
         try:
             with stage("fold"), self._pin.reading:
                 self._source.fold(ContentDigest.from_hex(effect.content_digest))
-        except Exception as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
+        except BaseException as e:  # noqa: BLE001 - a baseline that may be half folded is lost, whatever the error
             reason = f"{type(e).__name__}: {e}"
             self._post(lambda: self._role.fold_failed(effect.epoch, reason))
             return

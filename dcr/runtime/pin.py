@@ -48,6 +48,12 @@ class Pin:
         self._timeout_s = settings.fold_timeout_s
         self._answer_s = settings.connect_timeout_s
         self._copied = False
+        self._closed = False
+
+    def close(self) -> None:
+        """Give the memory of a snapshot back, and of one that is being taken when it is; who reads one keeps it."""
+        self._closed = True  # first: a copy that ends from here on is let go by whoever has made it
+        self._source.hold()
 
     def release(self) -> None:
         """Wait until the candidate that is pinned by a copy is needed no more.
@@ -113,4 +119,6 @@ class Pin:
         try:
             yield
         finally:
+            if self._closed:
+                self._source.hold()
             self.reading.release()

@@ -1,6 +1,8 @@
 """What is said beside the record, in the control plane's registry: who listens where, who catches up (DESIGN 6)."""
 
+import logging
 from collections.abc import Mapping
+from functools import lru_cache
 
 from dcr.control_plane.interface import ControlPlane
 
@@ -8,6 +10,7 @@ _KIND, _NAME = "leader", "address"
 _DELIVERY, _MEETING = "delivery", "meeting"
 _RELAY = "relay"
 _CATCHING_UP = "catching-up"
+_log = logging.getLogger("dcr")
 
 
 def register_leader(control: ControlPlane, record_id: str, address: str) -> None:
@@ -16,9 +19,30 @@ def register_leader(control: ControlPlane, record_id: str, address: str) -> None
 
 
 def leader_address(control: ControlPlane, record_id: str) -> str | None:
-    """Where the leader of this record listens; None if nobody has said so."""
+    """Where the leader of this record listens; None if nobody has said so, or the entry is damaged.
+
+    A leader that finds another address than its own there enters its own again, so a damaged entry mends itself.
+    """
     value = control.lookup(record_id, _KIND, _NAME)
-    return None if value is None else value.decode()
+    if value is None:
+        return None
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        _tell_damaged(record_id, value)
+        return None
+
+
+@lru_cache(maxsize=16)  # it is looked up again and again: the log hears of it once
+def _tell_damaged(record_id: str, value: bytes) -> None:
+    _log.warning(
+        "record %r: the registry's entry %s/%s is no text and passed over, as if no coordinator had said where it "
+        "listens; the one that leads enters its address again: %r",
+        record_id,
+        _KIND,
+        _NAME,
+        value[:64],
+    )
 
 
 def register_meeting(control: ControlPlane, record_id: str, entry: bytes) -> None:
@@ -40,8 +64,12 @@ def register_catch_up(control: ControlPlane, record_id: str, engine: str, how_fa
 
 
 def catching_up(control: ControlPlane, record_id: str) -> dict[str, str]:
-    """How far engines are that catch up; one whose node was killed meanwhile is among them until it starts again."""
-    return {engine: value.decode() for engine, value in control.registered(record_id, _CATCHING_UP).items()}
+    """How far engines are that catch up; one whose node was killed meanwhile is among them until it starts again.
+
+    It is for people: of a damaged entry they see what is there.
+    """
+    entries = control.registered(record_id, _CATCHING_UP)
+    return {engine: value.decode(errors="backslashreplace") for engine, value in entries.items()}
 
 
 class RelayDirectory:

@@ -123,7 +123,7 @@ def _read(control: ControlPlane, record_id: str, entry: bytes, closed: bytes) ->
         entries = control.registered(record_id, _PARTS)
         parts = [entries.get(_part_name(current.start, number)) for number in range(current.parts)]
         found = [msgspec.msgpack.decode(p, type=tuple[OwnerRef, ...]) for p in parts if p is not None]
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise RefusedError(
             f"record {record_id!r}: what the registry says of the trainer's ranks is nothing that this version of dcr "
             f"can read ({e}): run the same version everywhere"

@@ -106,7 +106,11 @@ class Standby:
     def _turn(self) -> tuple[Roster, Lease] | None:
         """The ranks to lead and the lease to lead them by; None if somebody else does, or nobody asks for it."""
         try:
-            asked = roster(self._control, self._record_id)
+            try:
+                asked = roster(self._control, self._record_id)
+            except RefusedError as e:  # a damaged entry, which the next trainer that asks writes anew
+                self._tell(f"does not lead record {self._record_id!r}: {e}", logging.WARNING)
+                return None
             if asked is None or asked.closed:
                 before = "" if asked is None else ": the one that it stood by for was closed"
                 self._tell(

@@ -12,6 +12,7 @@ from torch import nn
 from dcr import PushError, PushPendingError
 from dcr.cli.main import main
 from dcr.data_plane.bits import bit_view
+from dcr.data_plane.tracker import Tracker
 from dcr.protocol.errors import RefusedError
 from dcr.protocol.record import Direction
 from dcr.runtime.offer import PushTimeoutError
@@ -320,6 +321,51 @@ def test_a_push_that_another_coordinator_leads_is_rolled_back_before_it_is_opene
         with pytest.raises(PushError, match="rank-0: rolled back on the trainer's order; nothing was opened or sent"):
             pending.result()
     a = fleet.engine("a")
+    fleet.check(a)
+
+
+def test_closing_while_the_weights_are_copied_gives_that_memory_back_too(fleet, monkeypatch):
+    fleet.check(fleet.engine("a"))
+    fleet.step()
+    copies, go, copy = threading.Event(), threading.Event(), Tracker.copy
+
+    def slow(*args):
+        copies.set()
+        assert go.wait(20)
+        return copy(*args)
+
+    def begin():
+        with pytest.raises(RefusedError, match="this trainer's refit is closed"):
+            fleet.refit.begin_push()
+        said.append(True)
+
+    monkeypatch.setattr(Tracker, "copy", slow)
+    said = []
+    pushing = threading.Thread(target=begin)
+    pushing.start()
+    assert copies.wait(20)
+    fleet.refit.close()
+    go.set()
+    pushing.join(20)
+    assert said
+    assert fleet.refit.source._share._snapshot is None
+
+
+def test_a_copy_without_memory_on_the_only_rank_is_refused_with_the_rank(fleet, monkeypatch):
+    a = fleet.engine("a")
+    fleet.check(a)
+    fleet.step()
+
+    def full(*_):
+        raise MemoryError("nothing left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracker, "copy", full)
+        with pytest.raises(RefusedError, match=r"^rank 0: MemoryError: nothing left$") as refused:
+            fleet.refit.begin_push()
+    assert isinstance(refused.value.__cause__, MemoryError)
+    assert "OpenAttempt" not in actions(fleet)
+    fleet.push()
     fleet.check(a)
 
 

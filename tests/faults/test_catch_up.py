@@ -9,6 +9,7 @@ import pytest
 
 from dcr import PushError
 from dcr.cli.main import main
+from dcr.delivery.folder import FolderDelivery
 from dcr.protocol.record import Direction
 from dcr.runtime.catch_up import CatchUp
 from dcr.runtime.committed_attempt import CommittedAttempt
@@ -74,6 +75,26 @@ def test_an_engine_of_a_version_in_between_takes_what_is_newer_alone(fleet_of, t
     assert restores(fleet) == 0
     assert "engine late catches up from version 2 to 3: 1 version," in told.text
     assert "engine latest" not in [r.getMessage()[:13] for r in told.records if "catch" in r.getMessage()]
+
+
+@pytest.mark.parametrize("key", ["committed", "manifest"])
+def test_a_store_that_fails_unforeseen_before_anything_was_applied_leaves_a_restore(fleet_of, told, monkeypatch, key):
+    fleet = fleet_of()
+    fleet.check(fleet.engine("a"))
+    pushed(fleet, 2)
+    get, failed = FolderDelivery.get, []
+
+    def odd(self, at, size_max):
+        if at.endswith(key) and not failed:
+            failed.append(at)
+            raise ValueError("odd")
+        return get(self, at, size_max)
+
+    monkeypatch.setattr(FolderDelivery, "get", odd)
+    fleet.check(fleet.engine("late"))
+    assert failed
+    assert restores(fleet) == 1
+    assert "engine late does not catch up by what is kept, so it is restored: ValueError: odd" in told.text
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from dcr import PushError, RefitReport, TrainerRefit
+from dcr.cli.main import main
 from dcr.control_plane.address import open_control_plane
 from dcr.delivery.address import open_delivery
 from dcr.delivery.interface import DeliveryError
 from dcr.protocol.errors import RefusedError
 from dcr.runtime.channel import ChannelTimeoutError, Peer, Spoke
-from dcr.runtime.offer import PushTimeoutError
+from dcr.runtime.offer import OwnerError, PushTimeoutError
 from dcr.runtime.registry import leader_address
 from dcr.runtime.secret import record_secret
 from dcr.runtime.settings import Settings
@@ -213,6 +214,115 @@ def test_an_observer_that_raises_disturbs_nobody(tmp_path: Path, caplog) -> None
         assert caplog.text.count("an observer failed") == 4
     finally:
         fleet.close()
+
+
+class Odd(BaseException):
+    """Nothing that anybody expects."""
+
+
+@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
+def test_an_observer_that_would_end_its_thread_disturbs_nobody(tmp_path: Path, caplog, ends) -> None:
+    def act(_) -> None:
+        raise ends("from observe")
+
+    fleet = Fleet(tmp_path)
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        watched = ("OpenAttempt", "Emit", "BeginFold", "CloseGate", "OpenGate", "Commit")
+        for action in watched:
+            fleet.once(action, act)
+        fleet.step()
+        fleet.push()
+        fleet.check(e)
+        assert caplog.text.count("an observer failed") == len(watched)
+    finally:
+        fleet.close()
+
+
+def test_a_coordinator_whose_thread_would_end_leads_no_more_by_name(tmp_path: Path, monkeypatch) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        fleet.check(fleet.engine("a"))
+        fleet.step()
+        coordinator = fleet.refit._coordinator
+
+        def ends(*_) -> None:
+            raise Odd("no more")
+
+        monkeypatch.setattr(coordinator._sweeper, "sweep", ends)
+        with pytest.raises(PushError, match="the coordinator leads no more: the coordinator failed: Odd: no more"):
+            fleet.refit.push()
+        assert coordinator.ended.wait(WAIT_S)
+        assert fleet.refit._control.leader("default") is None  # given back: nobody takes it for one that leads
+    finally:
+        fleet.close()
+
+
+def test_an_owner_whose_thread_would_end_fails_its_push_by_name_and_takes_the_next(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        e = fleet.engine("a")
+        fleet.check(e)
+        fleet.step()
+        role, emit = fleet.refit._host._role, fleet.refit._host._role.emit
+
+        def ends(*_) -> None:
+            role.emit = emit
+            raise Odd("no more")
+
+        role.emit = ends
+        with pytest.raises(OwnerError, match=r"rank-0: Odd: no more; its log has the whole story"):
+            fleet.refit.push()
+        report = fleet.refit.push()
+        fleet.version, fleet.states[report.version] = report.version, fleet.state()
+        fleet.check(e)
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("ends", [SystemExit, pytest.param(GeneratorExit, marks=pytest.mark.long)])
+@pytest.mark.parametrize("refuse_nonfinite", [False, True])
+def test_a_hook_of_the_model_that_would_end_its_thread_fails_the_emission_by_name(
+    tmp_path: Path, ends, refuse_nonfinite
+) -> None:
+    """The emission's thread lives, and takes the next push."""
+    fleet = Fleet(tmp_path, {"attempts_max": 1, "refuse_nonfinite": refuse_nonfinite})
+    try:
+        fleet.check(fleet.engine("a"))
+        with torch.no_grad():
+            fleet.policy.up[0, 0] += 1  # not by a step, which brings NaN
+
+        def hook(*_) -> None:
+            if threading.current_thread().name.startswith("dcr-emission"):
+                raise ends("from a hook")
+
+        handle = fleet.policy._register_state_dict_hook(hook)
+        with pytest.raises(PushError, match=rf"rank-0: {ends.__name__}: from a hook"):
+            fleet.refit.push()
+        handle.remove()
+        fleet.push()
+    finally:
+        fleet.close()
+
+
+def test_damaged_entries_of_the_registry_take_nobody_down(fleet: Fleet, capsys) -> None:
+    e = fleet.engine("a")
+    fleet.check(e)
+    control, damage = fleet.refit._control, b"\xff\xfe\x00bad"
+    for entry in (("leader", "address"), ("catching-up", "b"), ("unfit", "b"), ("delivery", "meeting")):
+        control.register("default", *entry, damage)
+    fleet.wait(lambda: leader_address(control, "default") == fleet.refit._coordinator.address)  # entered again
+    fleet.step()
+    fleet.push()
+    fleet.check(e)
+    fleet.check(fleet.engine("late", version=1))
+    assert main(["record", "show", "--control", fleet.addresses["control"]]) == 0
+    assert r"catches up b, \xff\xfe" in capsys.readouterr().out
+    control.register("default", "leader", "address", damage)
+    fleet.restart_trainer(fleet.policy)
+    fleet.step()
+    fleet.push()
 
 
 def test_disk_is_given_back_when_engines_restart_again_and_again(tmp_path: Path) -> None:

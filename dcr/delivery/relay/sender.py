@@ -26,12 +26,15 @@ def encode_node(node: Node) -> bytes:
     return msgspec.msgpack.encode(node)
 
 
-def decode_node(data: bytes) -> Node:
-    """RelayError for anything else."""
+def decode_node(data: bytes, name: str = "") -> Node:
+    """RelayError for anything else, with the name of the entry."""
     try:
         return msgspec.msgpack.decode(data, type=Node)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise RelayError(f"relay: a registry entry is no node: {e}") from e
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise RelayError(
+            f"relay: the registry's entry {name!r} is no rollout node: {e}; start the node of that name again, with "
+            f"the dcr of the others"
+        ) from e
 
 
 class RelaySender:
@@ -143,7 +146,7 @@ class RelaySender:
                 raise DeliveryError(f"object {key}: this delivery is closed")
             epoch = "/".join(key.split("/")[:2])
             if epoch != self._epoch or not self._known:
-                self._known = sorted(decode_node(value) for value in self._nodes().values())
+                self._known = sorted(decode_node(value, name) for name, value in self._nodes().items())
                 self._epoch = epoch
                 self._suspects &= {n.name for n in self._known}
                 self._gone = [peer for peer in self._gone if peer.busy]

@@ -17,6 +17,7 @@ from dcr.rollout.vllm.engine import CacheResetError
 from dcr.rollout.vllm.prompts import PromptCheck
 from dcr.rollout.vllm.rank_calls import EngineCallError, RankCalls
 from dcr.rollout.vllm.version_spans import AnswerSpans, VersionSpan, check_spans
+from dcr.runtime.seconds import seconds
 
 _T = TypeVar("_T")
 
@@ -95,7 +96,7 @@ class AsyncVllmEngine:
         self._on_close = on_close
         self._check_prompt = PromptCheck(name, llm.vllm_config).check
         self._checkpoint = llm.vllm_config.model_config.model
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s = seconds(call_timeout_s, f"engine {name}: call_timeout_s")
         self._loop = loop or asyncio.get_running_loop()
         self._gate = AsyncGate(name, gate_wait_s, held_requests_max)
         self._frozen = False  # the scheduler has confirmed that no request runs; changed on the loop only

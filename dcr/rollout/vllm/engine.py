@@ -13,6 +13,7 @@ from dcr.rollout.gate import Gate
 from dcr.rollout.vllm.caller import Caller
 from dcr.rollout.vllm.prompts import PromptCheck
 from dcr.rollout.vllm.rank_calls import EngineCallError, RankCalls
+from dcr.runtime.seconds import seconds
 
 _T = TypeVar("_T")
 
@@ -64,7 +65,7 @@ class VllmEngine:
         self.ranks = self._ranks.names
         self._checkpoint = config.model_config.model
         self._check_ids = PromptCheck(name, config).check_ids
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s = seconds(call_timeout_s, f"engine {name}: call_timeout_s")
         self._gate = Gate(name, gate_wait_s)
         self._caller = Caller(f"vllm-{name}")
         self._finished: dict[str, Any] = {}  # by request id; touched only by the caller thread

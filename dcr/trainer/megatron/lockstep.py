@@ -25,6 +25,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from dcr.protocol.errors import DcrError
+from dcr.runtime.seconds import seconds
 from dcr.trainer.megatron.conversion import Conversion, Replace, Task
 from dcr.trainer.torch.ranks import Ranks
 
@@ -80,7 +81,7 @@ class Lockstep:
 
     def __init__(self, ranks: Ranks, *, peer_grace_s: float = PEER_GRACE_S) -> None:
         self.ranks = ranks
-        self._grace_s = peer_grace_s
+        self._grace_s = seconds(peer_grace_s, "peer_grace_s")
         self._runs = 0
         self._channel: _Channel | None = None
         if ranks.count > 1:

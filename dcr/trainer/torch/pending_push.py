@@ -8,6 +8,7 @@ from dcr.protocol.errors import DcrError
 from dcr.runtime.fleet_status import FleetStatus
 from dcr.runtime.offer import Offer, PushTimeoutError
 from dcr.runtime.owner_host import OwnerHost
+from dcr.runtime.seconds import seconds
 from dcr.trainer.torch.refit_report import RefitReport, report_of
 
 
@@ -58,8 +59,10 @@ class PendingPush:
             PushPendingError: it has not ended within ``timeout_s``, and goes on.
             PushError: nothing was committed; the error of every rank is the same, and names what stopped the push.
             PushTimeoutError: no outcome within ``push_timeout_s``; the push was given up.
-            RefusedError: the refit was closed meanwhile.
+            RefusedError: the refit was closed meanwhile; or ``timeout_s`` is no number of seconds.
         """
+        if timeout_s is not None:
+            timeout_s = seconds(timeout_s, "result(timeout_s)")
         try:
             outcome = self._host.wait(self._offer, timeout_s)
         except PushTimeoutError as e:

@@ -53,13 +53,18 @@ class Ranks:
         """What ``act`` returns on this rank; collective.
 
         Where it raises on any rank, every rank raises, so that none waits for one that left: the same error, that of
-        the first rank that has one, with the rank's number in front.
+        the first rank that has one, with the rank's number in front; a RefusedError if it is none of dcr's.
 
         Args:
             act: called once on each rank.
         """
         if self._alone:
-            return act()
+            try:
+                return act()
+            except DcrError:
+                raise
+            except Exception as error:
+                raise _error(_kind(error), f"rank 0: {_text(error)}") from error
         failure: Exception | None = None
         try:
             value = act()

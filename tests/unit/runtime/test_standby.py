@@ -115,6 +115,13 @@ def test_a_wait_for_a_trainer_is_told_again_and_less_and_less_often(waiting, con
     wait(lambda: waiting()[-1] == f"coordinator one {asks}: the one that it stood by for was closed")
 
 
+def test_a_roster_that_cannot_be_read_is_told_and_waited_out(waiting, control):
+    control.register("default", "trainer", "current", b"\xff\xfe\x00bad")
+    wait(lambda: any("does not lead record 'default'" in m and "can read" in m for m in waiting()))
+    control.unregister("default", "trainer", "current")
+    wait(lambda: "waits for a trainer of record 'default'" in waiting()[-1])  # it lives
+
+
 def test_a_leader_that_renews_its_lease_no_more_is_named(waiting, control, monkeypatch):
     def last():
         return (waiting() or [""])[-1]
