@@ -225,15 +225,17 @@ class OwnerHost:
                 break
         return None if offer.waiting else offer.outcome
 
-    def take_back(self, why: str) -> None:
-        """Have the push that waits, if one does, turned back, or ended before it is opened, whoever leads then.
+    def take_back(self, why: str) -> bool:
+        """Have the push that waits turned back, or ended before it is opened, whoever leads then; False if none waits.
 
         The candidate stays pinned until it has ended.  It may have been committed by now: then it ends so.
         """
         offer = self._offer
-        if offer is not None and offer.waiting:
-            offer.taken_back = f"{self._source.owner}: {why}"
-            self._post(self._ready)
+        if offer is None or not offer.waiting:
+            return False
+        offer.taken_back = f"{self._source.owner}: {why}"
+        self._post(self._ready)
+        return True
 
     def give_up(self, offer: Offer, why: DcrError) -> None:
         """End an offer that waits without an outcome, and take its candidate back."""

@@ -292,13 +292,13 @@ class Refit:
         abandoned.  If no push waits and none is open, and on the other ranks, it does nothing.
 
         Raises:
-            OperatorError: the coordinator is elsewhere, and could not be asked.
+            OperatorError: no push waits here, the coordinator is elsewhere, and it could not be asked.
         """
-        if self._first:  # of a push that is not opened yet an order alone says nothing
-            self._host.take_back("rolled back on the trainer's order")
+        # An order says nothing of a push that is not opened yet, and may miss the leader; this stands, whoever leads.
+        taken_back = self._first and self._host.take_back("rolled back on the trainer's order")
         if self._coordinator is not None:
             self._coordinator.roll_back()
-        elif self._first:
+        elif self._first and not taken_back:
             self._order(Intervention.ROLL_BACK)
 
     def _order(self, what: Intervention) -> None:
