@@ -187,6 +187,17 @@ def test_what_was_kept_although_the_answer_was_lost_is_obeyed_by_the_one_that_wa
     assert at.order("roll-back", "one") == ""  # asked again, for its answer was lost: obeyed once
 
 
+def test_why_attempts_failed_is_shown_although_their_push_has_heard_of_it(control):
+    at = stopped(control, stop_waits=False)
+    show = Intervene("policy", Intervention.SHOW)
+    answer, _ = intervened(at.c, show, fleet_status(at.c), at.kept)
+    assert (answer.waiting, len(answer.failures)) == ((), 1)
+    assert "relative attempt of epoch" in answer.failures[0]
+    at.do(at.c.abandon())
+    answer, _ = intervened(at.c, show, fleet_status(at.c), at.kept)
+    assert answer.failures == ()  # they are of a push that is over
+
+
 def test_an_end_waits_a_look_for_owners_that_are_on_their_way(control):
     assert stopped(control).order("abandon", dies=True) == ""
     at = Led(control, "c2", **WAITS)
