@@ -119,12 +119,11 @@ class KeptOrder:
             stored = self._control.read(self._record_id)
         except ControlPlaneUnavailableError as e:
             raise NotNowError(f"the control plane is away, so that nothing can be ordered; ask again: {e}") from e
+        self._looked = True
         if stored is None or stored.revision != role.revision:
             self._forget(kept)
-            self._looked = True
             raise NotNowError(f"{role.leader} leads no more: ask again, its successor will answer")
         self._kept = self._obeyed = kept
-        self._looked = True
 
     def due(self, role: Coordinator) -> list[Effect]:
         """What follows from an order that another leader was given and did not come to.
